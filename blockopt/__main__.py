@@ -1,0 +1,86 @@
+"""`python -m blockopt describe gpt2`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from blockopt.blocks import UNITS, find_blocks
+from blockopt.describe import describe
+
+
+def build_from_config(source: str) -> nn.Module:
+    """The model of a transformers config, without weights: on the `meta` device, nothing of the model is downloaded.
+
+    Args:
+        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, a folder that holds one, or the
+            name of a model on the hub, whose config alone is fetched.
+
+    Raises:
+        SystemExit: If transformers is not installed or the config cannot be had.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise SystemExit("describe needs transformers: pip install 'blockopt[hf]'") from None
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    try:
+        if source in known and not Path(source).exists():
+            config = transformers.AutoConfig.for_model(source)
+        else:
+            config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"No model config at {source!r}: it is neither a model type of transformers {transformers.__version__} (gpt2, llama, "
+            f"qwen3, …), nor a config.json or a folder with one, nor a model that the hub gives now.\n"
+            f"transformers says: {str(error).splitlines()[0]}"
+        ) from None
+    auto_classes = (  # masked before causal: BERT has both, and its causal form is the odd one
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForImageClassification,
+        transformers.AutoModel,
+    )
+    auto_class = next((c for c in auto_classes if type(config) in c._model_mapping), None)
+    if auto_class is None:
+        raise SystemExit(f"transformers {transformers.__version__} has no model for the {type(config).__name__} of {source!r}.")
+    with torch.device("meta"):
+        return auto_class.from_config(config)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m blockopt", description="Hessian blocks of transformers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    table = commands.add_parser(
+        "describe", help="table of the blocks of a model", description="Table of the blocks of a model."
+    )
+    table.add_argument("model", help="a transformers model type (gpt2), a config.json or its folder, or a hub name")
+    table.add_argument("--by-layer", action="store_true", help="one line for each role of each layer")
+    table.add_argument("--no-per-head", action="store_true", help="do not cut attention by head")
+    table.add_argument(
+        "--per-row",
+        nargs="*",
+        choices=UNITS,
+        default=UNITS,
+        metavar="ROLE",
+        help=f"roles cut by row, out of {', '.join(UNITS)} (default: all)",
+    )
+    options = parser.parse_args(arguments)
+    model = build_from_config(options.model)
+    try:
+        blocks = find_blocks(model, per_head=not options.no_per_head, per_row=options.per_row)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    print(f"{type(model).__name__} ({options.model})")
+    print(describe(model, blocks, by_layer=options.by_layer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The Hessian blocks of a transformer: which role every parameter plays, and where it is cut.
+
+The loss Hessian of a transformer is heterogeneous by block: the embedding, the query, key and value of each head, the output
+projection, the MLP, the norms and the head differ in curvature by orders of magnitude (Ormaniec, Dangel and Singh, ICLR
+2025). `find_blocks` names those blocks for a model; everything else in blockopt works on what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from blockopt import layouts
+from blockopt.layouts import Ambiguity, Layout, Linear
+from blockopt.split import Split
+
+ROLES = (
+    *("embedding", "position", "query", "key", "value", "output"),
+    *("mlp_in", "mlp_gate", "mlp_out", "norm", "bias", "head", "other"),
+)
+UNITS = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out")
+
+
+class Blocks(NamedTuple):
+    """The blocks of one parameter.
+
+    Attributes:
+        roles: The role of each section of `split`, or of the whole parameter.
+        layer: Index of the layer that holds the parameter, None outside the layers.
+        split: Where the parameter is cut, None for one block.
+    """
+
+    roles: tuple[str, ...]
+    layer: int | None = None
+    split: Split | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return 1 if self.split is None else self.split.num_blocks
+
+    @property
+    def block_roles(self) -> tuple[str, ...]:
+        """The role of each block.
+
+        Example:
+            >>> Blocks(("key", "value"), split=Split(dim=0, sizes=(8, 8), parts=(2, 2))).block_roles
+            ('key', 'key', 'value', 'value')
+        """
+        if self.split is None:
+            return self.roles
+        once = tuple(role for role, parts in zip(self.roles, self.split.parts) for _ in range(parts))
+        return once * (1 if self.split.pooled else self.split.repeat)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise `ValueError` unless these blocks fit a parameter of `shape`."""
+        unknown = [role for role in self.roles if role not in ROLES]
+        if unknown or not self.roles:
+            raise ValueError(f"Invalid roles={self.roles}. Must be among {', '.join(ROLES)}.")
+        sections = 1 if self.split is None else len(self.split.sizes)
+        if len(self.roles) != sections:
+            raise ValueError(f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of the split.")
+        if self.split is not None:
+            self.split.check(shape)
+
+
+def find_blocks(
+    model: nn.Module,
+    *,
+    per_head: bool = True,
+    per_row: Collection[str] = UNITS,
+    overrides: Mapping[str, Blocks | str] | None = None,
+) -> dict[str, Blocks]:
+    """Assign every trainable parameter of `model` to its Hessian blocks.
+
+    Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT (transformers and timm), T5, OPT,
+    `nn.MultiheadAttention` and the `nn.Transformer` layers, under DDP, FSDP2, PEFT and `torch.compile` wrappers too. The rules:
+
+    - query, key and value: one block a head (a key-value head under grouped-query attention), fused or not, in any storage
+      order; the output projection is cut by head on its input side, where the heads meet it;
+    - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding` and per column of a `Conv1D`.
+      The default takes all of them. A row of the embedding or head is one token, seen as often as the token occurs, so rows
+      differ in curvature by the token frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly
+      block-diagonal in its neurons. One number a row costs 1/width of a parameter's memory;
+    - norms: one block a tensor, weight and bias alike;
+    - biases have the role `bias` and are cut like the output side of their weight; a bias that follows the sum over heads
+      is one block;
+    - a parameter shared by several modules counts once, as `embedding` if one of them is an embedding;
+    - all else, such as convolutions, LoRA factors and the layers of a plain MLP or CNN, is `other`, one block a tensor;
+    - a linear map inside a module whose type is named `…Attention` that is not understood is never `other`: it raises.
+
+    Frozen parameters are left out.
+
+    Args:
+        model: Any module.
+        per_head: Whether to cut attention by head; otherwise query, key, value and output are one block each.
+        per_row: The roles cut into one block per output unit, out of `UNITS`.
+        overrides: `{name or pattern: Blocks or role}` that take the place of what would be found; patterns are those of
+            `fnmatch`. A role alone stands for one block of it. A layer of None is filled in from the name.
+
+    Returns:
+        `{parameter name: Blocks}` in the order of `model.named_parameters()`.
+
+    Raises:
+        ValueError: If a parameter can be read in more than one way, if an override fits no parameter or not its shape, or if
+            `per_row` holds a role that has no rows.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
+        >>> blocks = find_blocks(model)
+        >>> blocks["self_attn.in_proj_weight"].block_roles
+        ('query', 'query', 'key', 'key', 'value', 'value')
+        >>> blocks["self_attn.out_proj.weight"]
+        Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False))
+    """
+    if isinstance(per_row, str) or not set(per_row) <= set(UNITS):
+        raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {UNITS}.")
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
+    found = _find_layouts(model, per_head, per_row)
+    blocks: dict[str, Blocks] = {}
+    for parameter, name in names.items():
+        layout = found.get(parameter)
+        if name in chosen:
+            blocks[name] = chosen[name]
+        elif isinstance(layout, Ambiguity):
+            raise ValueError(
+                f"Cannot tell the blocks of {name!r} of shape {tuple(parameter.shape)}: {layout.reason}. "
+                f"Pass overrides={{{_pattern(name)!r}: {layout.suggestion}}}, or a single role such as {{{_pattern(name)!r}: 'other'}}."
+            )
+        elif layout is None:
+            blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",), _layer(name))
+        else:
+            blocks[name] = Blocks(layout.roles, _layer(name), layout.split)
+        blocks[name].check(tuple(parameter.shape))
+    return blocks
+
+
+def _layer(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _pattern(name: str) -> str:
+    """The name with its layer index replaced by `*`, so that one override serves all layers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Blocks]:
+    chosen: dict[str, Blocks] = {}
+    for pattern, value in overrides.items():
+        matched = [name for name in shapes if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"Invalid overrides key {pattern!r}: it matches no trainable parameter, such as {next(iter(shapes), None)!r}."
+            )
+        for name in matched:
+            blocks = Blocks((value,)) if isinstance(value, str) else Blocks(*value)
+            try:
+                blocks.check(shapes[name])
+            except ValueError as error:
+                raise ValueError(f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}") from None
+            chosen[name] = blocks if blocks.layer is not None else blocks._replace(layer=_layer(name))
+    return chosen
+
+
+def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) -> layouts.Layouts:
+    """Layouts of all parameters that some module explains; the earlier a rule stands here, the higher its rank."""
+    modules = dict(model.named_modules())
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    passes: list[layouts.Layouts] = [{}, {}, {}, {}]
+    for name, module in modules.items():
+        parent_name, _, attribute = name.rpartition(".")
+        parent = modules.get(parent_name) if name else None
+        passes[0] |= _embedding_layouts(module, attribute, parent, per_row)
+        passes[1] |= layouts.attention_layouts(module, parent, per_head)
+        passes[2] |= layouts.mlp_layouts(module, per_row)
+        passes[3] |= _norm_layouts(module)
+        if module is head or (attribute in layouts.HEAD_NAMES and _layer(name) is None):
+            linear = parent is not None and layouts.find_linear(parent, attribute)
+            if linear:
+                passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)
+    found: layouts.Layouts = {}
+    for rank in passes:
+        found = rank | found
+    return _unexplained_attention(modules, found) | found
+
+
+def _embedding_layouts(
+    module: nn.Module, attribute: str, parent: nn.Module | None, per_row: Collection[str]
+) -> layouts.Layouts:
+    found: layouts.Layouts = {}
+    if isinstance(module, nn.Embedding):
+        role = "position" if attribute in layouts.POSITION_NAMES else "embedding"
+        rows = Linear(module.weight, None, 0)
+        found |= layouts.rows_layouts(rows, (role,), per_row)
+    elif parent is not None and "PatchEmbed" in type(parent).__name__ and hasattr(module, "kernel_size"):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            found[parameter] = Layout(("bias",) if parameter_name == "bias" else ("embedding",), None)
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if parameter_name in layouts.POSITION_NAMES:
+            found[parameter] = Layout(("position",), None)
+        elif parameter_name in layouts.TOKEN_NAMES:
+            found[parameter] = Layout(("embedding",), None)
+    return found
+
+
+def _norm_layouts(module: nn.Module) -> layouts.Layouts:
+    if "Norm" not in type(module).__name__:
+        return {}
+    return {p: Layout(("norm",), None) for p in module.parameters(recurse=False) if p.ndim == 1}
+
+
+def _unexplained_attention(modules: dict[str, nn.Module], found: layouts.Layouts) -> layouts.Layouts:
+    """Linear maps held by a module named `…Attention` that no rule explained."""
+    unexplained: layouts.Layouts = {}
+    for module in modules.values():
+        if "Attention" in type(module).__name__:
+            for attribute, _ in module.named_children():
+                linear = layouts.find_linear(module, attribute)
+                if linear and linear.weight not in found:
+                    reason = f"{type(module).__name__}.{attribute} is a projection we do not know"
+                    unexplained[linear.weight] = Ambiguity(reason, "Blocks(roles=(...), split=...)")
+    return unexplained
+
+
+def param_groups(
+    model: nn.Module,
+    blocks: Mapping[str, Blocks] | None = None,
+    *,
+    weight_decay: float = 0.1,
+    by: Literal["role", "parameter"] = "role",
+) -> list[dict[str, Any]]:
+    """Parameter groups that carry the blocks of `model`, for the optimizers of blockopt and of `torch.optim`.
+
+    Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and FSDP2 take it.
+
+    Args:
+        model: Any module.
+        blocks: What `find_blocks(model)` returns, with your own options; found here by default.
+        weight_decay: For tensors of two or more dimensions other than norms and biases, which get 0.
+        by: One group a role (a fused matrix is a role of its own), or one a parameter.
+
+    Returns:
+        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role` and `weight_decay`.
+
+    Raises:
+        ValueError: If `blocks` does not cover the trainable parameters exactly.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
+        >>> [group["role"] for group in param_groups(model)]
+        ['query+key+value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
+    """
+    if by not in ("role", "parameter"):
+        raise ValueError(f"Invalid by={by!r}. Must be 'role' or 'parameter'.")
+    if not 0.0 <= weight_decay < float("inf"):
+        raise ValueError(f"Invalid weight_decay={weight_decay}. Must be finite and >= 0.")
+    blocks = find_blocks(model) if blocks is None else blocks
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if blocks.keys() != trainable.keys():
+        missing, extra = sorted(trainable.keys() - blocks.keys()), sorted(blocks.keys() - trainable.keys())
+        raise ValueError(
+            f"Invalid blocks: without {missing[:3]}, and with {extra[:3]} that the model does not train. They must match."
+        )
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        blocks[name].check(tuple(parameter.shape))
+        role = "+".join(dict.fromkeys(blocks[name].roles))
+        decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(blocks[name].roles)
+        key = (role if by == "role" else name, decayed)
+        empty: dict[str, Any] = {"params": [], "blocks": [], "role": role, "weight_decay": weight_decay if decayed else 0.0}
+        group = groups.setdefault(key, empty)
+        group["params"].append((name, parameter))
+        group["blocks"].append(to_plain(blocks[name]))
+    return list(groups.values())
+
+
+def to_plain(blocks: Blocks) -> tuple[Any, ...]:
+    """`blocks` as nested tuples of strings and numbers, which every checkpoint format takes."""
+    return (tuple(blocks.roles), blocks.layer, None if blocks.split is None else tuple(blocks.split))
+
+
+def from_plain(plain: tuple[Any, ...]) -> Blocks:
+    """The inverse of `to_plain`; lists in place of tuples, as JSON gives them, are taken too."""
+    roles, layer, split = plain
+    if split is None:
+        return Blocks(tuple(roles), layer)
+    dim, sizes, parts, repeat, pooled = split
+    return Blocks(tuple(roles), layer, Split(dim, tuple(sizes), tuple(parts), repeat, pooled))
+
+
+__all__ = ["ROLES", "UNITS", "Blocks", "Split", "find_blocks", "from_plain", "param_groups", "to_plain"]
