@@ -52,6 +52,11 @@ class Split(NamedTuple):
         """Number of blocks."""
         return sum(self.parts) * (1 if self.pooled else self.repeat)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks are of one size."""
+        return len({size // parts for size, parts in zip(self.sizes, self.parts)}) == 1
+
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless this split fits a parameter of `shape`."""
         if not 0 <= self.dim < len(shape):
@@ -95,6 +100,10 @@ def block_sum(x: Tensor, split: Split | None) -> Tensor:
 
 def block_sum_along(row: Tensor, split: Split) -> Tensor:
     """`block_sum` of a tensor already reduced to a vector along `split.dim`."""
+    if split.num_blocks == split.length:
+        return row
+    if split.is_even and not split.pooled:
+        return row.view(split.num_blocks, -1).sum(dim=1)
     sections = row.view(split.repeat, -1).split(split.sizes, dim=1)
     sums = [s.reshape(split.repeat, parts, -1).sum(dim=2) for s, parts in zip(sections, split.parts)]
     total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
@@ -119,6 +128,8 @@ def expand_along(values: Tensor, split: Split) -> Tensor:
     """`expand` to a vector along `split.dim`."""
     if split.num_blocks == split.length:
         return values
+    if split.is_even and not split.pooled:
+        return values.unsqueeze(1).expand(-1, split.length // split.num_blocks).reshape(-1)
     by_repeat = values.view(1 if split.pooled else split.repeat, -1).expand(split.repeat, -1)
     sections = by_repeat.split(split.parts, dim=1)
     wide = [

@@ -1,0 +1,7 @@
+"""The optimizers."""
+
+from blockopt.optim.adamw import BlockAdamW
+from blockopt.optim.muon import BlockMuon
+from blockopt.optim.sgd import BlockSGD
+
+__all__ = ["BlockAdamW", "BlockMuon", "BlockSGD"]

@@ -1,0 +1,47 @@
+"""Work on many tensors in chunks that stay in the processor's cache and bound the memory of temporaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU launches should be few.
+CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
+
+
+def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+    """The rows of `columns`, in lists of about one chunk; tensors larger than that are cut along their first dimension.
+
+    The first column holds the tensors to work on, the others tensors that go with them: of the same shape, or broadcast
+    against them. Under `torch.compile` all of it is one chunk, since the compiler does the fusing.
+
+    Example:
+        >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(600, 1000)])]
+        [[(3,), (5,)], [(524, 1000)], [(76, 1000)]]
+    """
+    rows = list(zip(*columns))
+    if torch.compiler.is_compiling():
+        if rows:
+            yield tuple(list(column) for column in columns)
+        return
+    pending: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in rows:
+        first = row[0]
+        chunk = CPU_CHUNK if first.device.type == "cpu" else GPU_CHUNK
+        if size + first.numel() > chunk and pending:
+            yield tuple(map(list, zip(*pending)))
+            pending, size = [], 0
+        if first.numel() <= chunk or first.shape[0] == 1:
+            pending.append(row)
+            size += first.numel()
+            continue
+        length = first.shape[0]
+        rows_at_once = max(1, chunk * length // first.numel())
+        for start in range(0, length, rows_at_once):
+            count = min(rows_at_once, length - start)
+            yield tuple([t.narrow(0, start, count) if t.ndim and t.shape[0] == length else t] for t in row)
+    if pending:
+        yield tuple(map(list, zip(*pending)))

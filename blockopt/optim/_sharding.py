@@ -1,0 +1,80 @@
+"""Parameters sharded by FSDP2 or tensor parallelism (`DTensor`): local parts, and the few sums that need all ranks.
+
+A block's boundaries need not meet a shard's, so a sharded parameter is never cut into blocks. Updates are elementwise on the
+local part; what differs by block is a short vector, complete on every rank, of which each takes its part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is spread over ranks.
+
+    `DTensor` is imported where it is used: its import takes as long as that of torch itself.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered from all ranks."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole`, held by every rank and broadcastable against `like`, that meets the local part of `like`."""
+    if not is_sharded(like):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    placements = [p if isinstance(p, Shard) and whole.shape[p.dim] > 1 else Replicate() for p in like.placements]  # type: ignore[attr-defined]
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local(everywhere.redistribute(placements=placements))
+
+
+def sum_over_ranks(part: Tensor, like: Tensor, dim: int | None, length: int) -> Tensor:
+    """The whole of a vector that this rank has computed from the local part of `like`.
+
+    Args:
+        part: Reduced over all dimensions of the local part except `dim`, or over all of them for `dim=None`.
+        like: The sharded parameter.
+        dim: The dimension of `like` that `part` runs along.
+        length: Of the whole vector.
+    """
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+    placements: list[Placement] = []
+    for placement in like.placements:  # type: ignore[attr-defined]
+        if not isinstance(placement, Shard):
+            placements.append(Replicate())
+        else:
+            placements.append(Shard(0) if placement.dim == dim else Partial())
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return full(DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size((length,)), stride=(1,)))
+
+
+def largest_over_ranks(value: Tensor, parameters: list[Tensor]) -> Tensor:
+    """The largest value of a scalar over the ranks that share the parameters; itself if none is sharded."""
+    sharded = [p for p in parameters if is_sharded(p)]
+    if not sharded:
+        return value
+    from torch.distributed.tensor import DTensor, Partial
+
+    for mesh in {p.device_mesh for p in sharded}:  # type: ignore[attr-defined]
+        part = DTensor.from_local(value.to(mesh.device_type), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+        value = full(part)
+    return value

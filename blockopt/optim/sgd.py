@@ -1,0 +1,98 @@
+"""SGD with momentum and a learning rate for each Hessian block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks import Blocks
+from blockopt.optim._chunks import in_chunks
+from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, decay, spread
+from blockopt.optim._sharding import local
+
+
+class BlockSGD(BlockOptimizer):
+    r"""SGD whose step is multiplied by the scale of each block.
+
+    With :math:`\mu` the momentum and :math:`s_b` the scale of block :math:`b`:
+
+    .. math:: u \leftarrow \mu u + g, \qquad p \leftarrow p - \eta\lambda p - \eta\, s_b\, u
+
+    and :math:`g + \mu u` in place of :math:`u` in the second formula with `nesterov`. With all scales 1 and no decay this is
+    `torch.optim.SGD`; decay is decoupled here, and uses the unscaled learning rate.
+
+    Args:
+        params: What `param_groups(model)` returns, or anything that `torch.optim.SGD` takes.
+        lr: Learning rate.
+        momentum: Decay rate of the sum of gradients; 0 keeps no state.
+        weight_decay: Decoupled weight decay, for groups that do not bring their own.
+        nesterov: Look ahead by one step of momentum.
+        maximize: Ascend instead of descend.
+        nonfinite: What to do when a gradient is not finite: `"raise"`, or `"skip"` the step, count it in
+            `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+
+    Raises:
+        ValueError: If a hyperparameter is out of range.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        >>> optimizer = BlockSGD([("w", w)], lr=0.1)
+        >>> optimizer.set_block_scales({"w": torch.tensor([2.0])})
+        >>> w.sum().backward()
+        >>> optimizer.step()
+        >>> w.detach()
+        tensor([0.8000, 1.8000])
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        maximize: bool = False,
+        nonfinite: str = "raise",
+    ) -> None:
+        check_range("lr", lr)
+        check_range("momentum", momentum, high=1.0)
+        check_range("weight_decay", weight_decay)
+        if nesterov and momentum == 0:
+            raise ValueError("Invalid nesterov=True with momentum=0. Nesterov needs a momentum, such as 0.9.")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, defaults)
+
+    def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+        if group["momentum"] == 0:
+            return {}
+        return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+
+    def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        columns = [[local(entry.parameter) for entry in entries], [local(entry.gradient) for entry in entries]]
+        if momentum:
+            columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
+        factors = []
+        if self._scaled_step() or isinstance(lr, Tensor):
+            factors = [spread(entries, [entry.state["scale"] * lr for entry in entries])]
+        for ps, gs, *rest in in_chunks(*columns, *factors):
+            directions = torch._foreach_neg(gs) if group["maximize"] else gs
+            if momentum:
+                torch._foreach_mul_(rest[0], momentum)
+                torch._foreach_add_(rest[0], directions)
+                directions = torch._foreach_add(directions, rest[0], alpha=momentum) if group["nesterov"] else rest[0]
+            decay(ps, group)
+            if factors:
+                torch._foreach_addcmul_(ps, directions, rest[-1], value=-1)
+            else:
+                torch._foreach_add_(ps, directions, alpha=-lr)
