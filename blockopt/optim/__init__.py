@@ -1,7 +1,8 @@
 """The optimizers."""
 
+from blockopt.optim._common import BlockOptimizer
 from blockopt.optim.adamw import BlockAdamW
 from blockopt.optim.muon import BlockMuon
 from blockopt.optim.sgd import BlockSGD
 
-__all__ = ["BlockAdamW", "BlockMuon", "BlockSGD"]
+__all__ = ["BlockAdamW", "BlockMuon", "BlockOptimizer", "BlockSGD"]

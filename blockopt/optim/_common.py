@@ -277,8 +277,9 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def spread(entries: list[Entry], values: list[Tensor]) -> list[Tensor]:
-    """One value a block, as tensors that broadcast against the local parts of the parameters."""
-    return [local_part(expand(v, e.blocks.split, e.parameter.ndim), e.parameter) for e, v in zip(entries, values)]
+    """One value a block, as tensors that broadcast against the local parts of the parameters, in float32 at least."""
+    wide = [v.to(torch.promote_types(v.dtype, e.parameter.dtype)) for e, v in zip(entries, values)]
+    return [local_part(expand(v, e.blocks.split, e.parameter.ndim), e.parameter) for e, v in zip(entries, wide)]
 
 
 def decay(parameters: list[Tensor], group: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ class Section(NamedTuple):
         """Subtract `size` times the orthogonal matrices, in the order of `matrices`, times the scale of each block."""
         transposed = self.direction.numel() // self.number > self.direction.shape[3] ** 2
         update = (orthogonal.mT if transposed else orthogonal).reshape(self.direction.shape)
-        self.target.sub_(update * (self.scale * size).to(update.dtype))
+        self.target.sub_(update * (self.scale.to(update.dtype) * size))
 
 
 def sections(direction: Tensor, target: Tensor, scale: Tensor, blocks: Blocks, split_heads: bool) -> list[Section]:

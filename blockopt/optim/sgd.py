@@ -84,7 +84,7 @@ class BlockSGD(BlockOptimizer):
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):
-            factors = [spread(entries, [entry.state["scale"] * lr for entry in entries])]
+            factors = [[scale * lr for scale in spread(entries, [entry.state["scale"] for entry in entries])]]
         for ps, gs, *rest in in_chunks(*columns, *factors):
             directions = torch._foreach_neg(gs) if group["maximize"] else gs
             if momentum:

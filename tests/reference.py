@@ -1,0 +1,108 @@
+"""Slow, transparent versions of the optimizers: one block at a time, one formula a line. The fast ones must equal them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from blockopt import Blocks
+
+MATRIX_ROLES = {"query", "key", "value", "output", "mlp_in", "mlp_gate", "mlp_out"}
+
+
+def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
+    """The number of the block that each entry of a parameter belongs to, counted entry by entry."""
+    if blocks.split is None:
+        return torch.zeros(shape, dtype=torch.long)
+    dim, sizes, parts, repeat, pooled = blocks.split
+    along, next_block = [], 0
+    for turn in range(repeat):
+        if pooled:
+            next_block = 0
+        for size, count in zip(sizes, parts):
+            for _ in range(count):
+                along += [next_block] * (size // count)
+                next_block += 1
+    view = [1] * len(shape)
+    view[dim] = shape[dim]
+    return torch.tensor(along).view(view).expand(shape)
+
+
+class Reference:
+    """Holds copies of the parameters, the blocks, the scales and the moments of one optimizer."""
+
+    def __init__(self, parameters: dict[str, Tensor], blocks: dict[str, Blocks], decays: dict[str, float], **options):
+        self.p = {name: p.detach().clone() for name, p in parameters.items()}
+        self.blocks, self.decays, self.options = blocks, decays, options
+        self.scales = {name: torch.ones(b.num_blocks, dtype=torch.float64) for name, b in blocks.items()}
+        self.m = {name: torch.zeros_like(p) for name, p in self.p.items()}
+        self.v = {name: torch.zeros_like(p) for name, p in self.p.items()}
+        self.t = 0
+
+    def step(self, gradients: dict[str, Tensor], lr: float) -> None:
+        self.t += 1
+        for name, gradient in gradients.items():
+            p = self.p[name]
+            scale = self.scales[name][block_ids(tuple(p.shape), self.blocks[name])].to(p.dtype)
+            direction = self.direction(name, gradient)
+            self.p[name] = p - lr * self.decays[name] * p - lr * scale * direction
+
+    def direction(self, name: str, g: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ReferenceAdamW(Reference):
+    def direction(self, name: str, g: Tensor) -> Tensor:
+        beta1, beta2 = self.options["betas"]
+        squares = g * g
+        if self.options["second_moment"] == "block":
+            ids = block_ids(tuple(g.shape), self.blocks[name])
+            for block in range(self.blocks[name].num_blocks):
+                squares[ids == block] = (g * g)[ids == block].mean()
+        self.m[name] = beta1 * self.m[name] + (1 - beta1) * g
+        self.v[name] = beta2 * self.v[name] + (1 - beta2) * squares
+        m_hat = self.m[name] / (1 - beta1**self.t)
+        v_hat = self.v[name] / (1 - beta2**self.t)
+        return m_hat / (v_hat.sqrt() + self.options["eps"])
+
+
+class ReferenceSGD(Reference):
+    def direction(self, name: str, g: Tensor) -> Tensor:
+        momentum = self.options["momentum"]
+        self.m[name] = momentum * self.m[name] + g
+        return g + momentum * self.m[name] if self.options["nesterov"] else self.m[name]
+
+
+class ReferenceMuon(ReferenceAdamW):
+    """Takes every matrix out of its parameter as a contiguous copy, orthogonalizes it alone and puts it back."""
+
+    def direction(self, name: str, g: Tensor) -> Tensor:
+        blocks = self.blocks[name]
+        if g.ndim != 2 or not set(blocks.roles) <= MATRIX_ROLES:
+            return super().direction(name, g)
+        momentum = self.options["momentum"]
+        self.m[name] = momentum * self.m[name] + (1 - momentum) * g
+        u = (1 - momentum) * g + momentum * self.m[name] if self.options["nesterov"] else self.m[name]
+        dim = 0 if blocks.split is None else blocks.split.dim
+        ids = block_ids(tuple(g.shape), blocks).movedim(dim, 0)[:, 0]
+        rows, out = u.movedim(dim, 0), torch.empty_like(u.movedim(dim, 0))
+        roles = blocks.block_roles
+        for role in dict.fromkeys(roles):
+            mine = [b for b, r in enumerate(roles) if r == role]
+            by_head = self.options["split_heads"] and role in {"query", "key", "value", "output"}
+            for members in [[b] for b in mine] if by_head else [mine]:
+                chosen = torch.isin(ids, torch.tensor(members))
+                out[chosen] = 0.2 * math.sqrt(max(rows[chosen].shape)) * newton_schulz(rows[chosen])
+        return out.movedim(0, dim)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
