@@ -172,7 +172,8 @@ def sections(direction: Tensor, target: Tensor, scale: Tensor, blocks: Blocks, s
     scales = scale.view(1 if split.pooled else split.repeat, -1).split(split.parts, dim=1)
     found = []
     for role, d, t, s in zip(blocks.roles, _section_views(direction, split), _section_views(target, split), scales):
-        number = split.num_blocks * d.shape[1] // sum(split.parts) if split_heads and role in HEAD_ROLES else 1
+        by_head = split_heads and role in HEAD_ROLES and not split.pooled
+        number = d.shape[0] * d.shape[1] if by_head else 1
         found.append(Section(d, t, s[:, :, None, None], number))
     return found
 
