@@ -35,8 +35,8 @@ def build_from_config(source: str) -> nn.Module:
             config = transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"No model config at {source!r}: it is neither a model type of transformers {transformers.__version__} (gpt2, llama, "
-            f"qwen3, …), nor a config.json or a folder with one, nor a model that the hub gives now.\n"
+            f"No model config at {source!r}: it is neither a model type of transformers {transformers.__version__} "
+            f"(gpt2, llama, qwen3, …), nor a config.json or a folder with one, nor a model that the hub gives now.\n"
             f"transformers says: {str(error).splitlines()[0]}"
         ) from None
     auto_classes = (  # masked before causal: BERT has both, and its causal form is the odd one
@@ -50,7 +50,8 @@ def build_from_config(source: str) -> nn.Module:
     if auto_class is None:
         raise SystemExit(f"transformers {transformers.__version__} has no model for the {type(config).__name__} of {source!r}.")
     with torch.device("meta"):
-        return auto_class.from_config(config)
+        model: nn.Module = auto_class.from_config(config)
+    return model
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -127,9 +127,10 @@ def find_blocks(
         if name in chosen:
             blocks[name] = chosen[name]
         elif isinstance(layout, Ambiguity):
+            pattern = _pattern(name)
             raise ValueError(
-                f"Cannot tell the blocks of {name!r} of shape {tuple(parameter.shape)}: {layout.reason}. "
-                f"Pass overrides={{{_pattern(name)!r}: {layout.suggestion}}}, or a single role such as {{{_pattern(name)!r}: 'other'}}."
+                f"Cannot tell the blocks of {name!r} of shape {tuple(parameter.shape)}: {layout.reason}. Pass "
+                f"overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as {{{pattern!r}: 'other'}}."
             )
         elif layout is None:
             blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",), _layer(name))

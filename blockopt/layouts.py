@@ -85,10 +85,12 @@ class Linear(NamedTuple):
 
     @property
     def out_size(self) -> int:
+        """Number of outputs."""
         return self.weight.shape[self.out_dim]
 
     @property
     def in_size(self) -> int:
+        """Number of inputs."""
         return self.weight.shape[1 - self.out_dim]
 
 
@@ -294,7 +296,7 @@ def mlp_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
         for name, linear in linears.items():
             roles = family[name]
             if len(roles) == 1 and linear is not out and linear.out_size == 2 * out.in_size:
-                reason = f"{type(module).__name__}.{name} is twice as wide as the MLP: it fuses the gate, in an order it does not tell"
+                reason = f"{type(module).__name__}.{name} fuses the gate with the input, in an order it does not tell"
                 layouts |= _ambiguous(linear, ("mlp_gate", "mlp_in"), reason)
             else:
                 layouts |= rows_layouts(linear, roles, per_row)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from recipes.gpt2 import GPT2, GPT2Config
 
+torch.set_num_threads(1)  # on models this small more threads only wait for one another, above all under pytest-xdist
+
 BATCH, LENGTH, VOCAB, WIDTH, CLASSES = 2, 6, 20, 16, 5
 SDPA = {"attn_implementation": "sdpa"}
 LLAMA_SIZES = {
@@ -193,7 +195,10 @@ def timm_vision_transformer() -> ModuleType:
     """timm's own `vision_transformer`, imported with stubs in place of torchvision, which it needs for its data code only."""
     if "timm.models.vision_transformer" in sys.modules:
         return sys.modules["timm.models.vision_transformer"]
-    names = ["torchvision", *(f"torchvision.{n}" for n in ("transforms", "transforms.functional", "datasets", "ops", "ops.misc"))]
+    names = [
+        "torchvision",
+        *(f"torchvision.{n}" for n in ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")),
+    ]
     stubs = {name: _TorchvisionStub(name) for name in names}
     for name, stub in stubs.items():
         parent, _, attribute = name.rpartition(".")
@@ -248,7 +253,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2-cross": lambda: gpt2(add_cross_attention=True),
     "bert": bert,
     "t5": lambda: t5(feed_forward_proj="relu"),
-    "t5-gated": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5-gated": lambda: t5(feed_forward_proj="gated-gelu"),
     "mlp": MLP,
 }
 FAMILIES = {name: _seeded(build) for name, build in (CAUSAL | IMAGES | SEQUENCES | OTHERS).items()}
@@ -281,3 +286,20 @@ def loss_of(name: str, model: nn.Module, seed: int = 0) -> Tensor:
     if name == "mlp":
         return F.cross_entropy(model(features[:, 0, :8]), classes)
     return (model(features) - features.roll(1, dims=1)).square().mean()
+
+
+def block_index(shape: tuple[int, ...], split: Any) -> Tensor:
+    """The number of the block that each entry of a parameter belongs to, entry by entry: slow, and plain to read."""
+    index = torch.zeros(shape, dtype=torch.long)
+    if split is None:
+        return index
+    along = []
+    for repeat in range(split.repeat):
+        block = 0 if split.pooled else repeat * sum(split.parts)
+        for size, parts in zip(split.sizes, split.parts):
+            for part in range(parts):
+                along += [block + part] * (size // parts)
+            block += parts
+    for position, block in enumerate(along):
+        index.select(split.dim, position).fill_(block)
+    return index

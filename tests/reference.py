@@ -18,7 +18,7 @@ def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
         return torch.zeros(shape, dtype=torch.long)
     dim, sizes, parts, repeat, pooled = blocks.split
     along, next_block = [], 0
-    for turn in range(repeat):
+    for _ in range(repeat):
         if pooled:
             next_block = 0
         for size, count in zip(sizes, parts):

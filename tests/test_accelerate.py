@@ -4,9 +4,9 @@ import copy
 
 import pytest
 from accelerate import Accelerator
+from helpers import OPTIMIZERS, assert_same_weights, random_scales, tiny_gpt, token_loss
 
 import blockopt
-from helpers import OPTIMIZERS, assert_same_weights, random_scales, tiny_gpt, token_loss
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers import OPTIMIZERS, assert_same_weights, random_gradients, random_scales, set_gradients, tiny_gpt
 
 import blockopt
-from helpers import OPTIMIZERS, assert_same_weights, random_gradients, random_scales, set_gradients, tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -41,6 +41,6 @@ def test_compiled_step_refuses_a_nonfinite_gradient():
     gradients = random_gradients(model, 0)
     gradients["wpe.weight"][0, 0] = float("nan")
     set_gradients(model, gradients)
-    with pytest.raises(FloatingPointError, match="wpe.weight"):
+    with pytest.raises(FloatingPointError, match=r"wpe\.weight"):
         torch.compile(optimizer.step)()
     assert_same_weights(model, untouched)

@@ -7,9 +7,6 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
-
-import blockopt
 from helpers import (
     OPTIMIZERS,
     assert_same_weights,
@@ -20,6 +17,9 @@ from helpers import (
     token_loss,
     train,
 )
+from torch import nn
+
+import blockopt
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -226,7 +226,7 @@ def test_sparse_gradient_is_refused(make):
     model = nn.Embedding(5, 4, sparse=True)
     model(torch.tensor([1])).sum().backward()
     optimizer = make(blockopt.param_groups(model))
-    with pytest.raises(ValueError, match="'weight' is sparse.*sparse=False"):
+    with pytest.raises(ValueError, match=r"'weight' is sparse.*sparse=False"):
         optimizer.step()
 
 

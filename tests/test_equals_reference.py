@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers import random_gradients, random_scales, set_gradients, tiny_gpt
 from reference import ReferenceAdamW, ReferenceMuon, ReferenceSGD
 
 import blockopt
-from helpers import random_gradients, random_scales, set_gradients, tiny_gpt
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 CASES = {
@@ -14,8 +14,16 @@ CASES = {
     "sgd": (blockopt.BlockSGD, ReferenceSGD, {"momentum": 0.9, "nesterov": False}),
     "sgd-nesterov": (blockopt.BlockSGD, ReferenceSGD, {"momentum": 0.9, "nesterov": True}),
     "sgd-plain": (blockopt.BlockSGD, ReferenceSGD, {"momentum": 0.0, "nesterov": False}),
-    "muon": (blockopt.BlockMuon, ReferenceMuon, {**ADAM, "momentum": 0.95, "nesterov": True, "split_heads": False, "second_moment": "coordinate"}),
-    "muon-heads": (blockopt.BlockMuon, ReferenceMuon, {**ADAM, "momentum": 0.9, "nesterov": False, "split_heads": True, "second_moment": "block"}),
+    "muon": (
+        blockopt.BlockMuon,
+        ReferenceMuon,
+        {**ADAM, "momentum": 0.95, "nesterov": True, "split_heads": False, "second_moment": "coordinate"},
+    ),
+    "muon-heads": (
+        blockopt.BlockMuon,
+        ReferenceMuon,
+        {**ADAM, "momentum": 0.9, "nesterov": False, "split_heads": True, "second_moment": "block"},
+    ),
 }
 
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from helpers import assert_same_weights, random_gradients, set_gradients, tiny_gpt, train
 from torch import nn
 
 import blockopt
-from helpers import assert_same_weights, random_gradients, set_gradients, tiny_gpt, train
 
 
 def run(model, optimizer, steps=6):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from helpers import OPTIMIZERS
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import blockopt
-from helpers import OPTIMIZERS
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM, WIDTH = 4, 2, 3, 10
 ROLES = ("query", "key", "value")

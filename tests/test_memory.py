@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers import random_gradients, set_gradients
 
 import blockopt
-from helpers import random_gradients, set_gradients
 from recipes.gpt2 import GPT2, GPT2Config
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers import random_gradients, set_gradients, tiny_gpt
 
 import blockopt
 from blockopt.optim._rounding import round_to_bfloat16, rounding_noise
-from helpers import random_gradients, set_gradients, tiny_gpt
 
 STEPS = 4000
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import OPTIMIZERS, random_gradients, random_scales, set_gradients, tiny_gpt, token_loss, train
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
-from helpers import OPTIMIZERS, random_gradients, random_scales, set_gradients, tiny_gpt, token_loss, train
 
 STEPS = 4
 
@@ -79,7 +79,9 @@ def one_sharded_equals_whole(name):
     tolerance = 2e-2 if "bf16" in name else 1e-10
     for (n, x), y in zip(model.named_parameters(), plain.parameters()):
         assert isinstance(x, DTensor)
-        torch.testing.assert_close(whole(x).detach(), y.detach(), rtol=tolerance, atol=tolerance, msg=lambda t, n=n: f"{name}, {n}: {t}")
+        torch.testing.assert_close(
+            whole(x).detach(), y.detach(), rtol=tolerance, atol=tolerance, msg=lambda t, n=n: f"{name}, {n}: {t}"
+        )
 
 
 def test_sharded_equals_whole():

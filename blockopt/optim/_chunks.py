@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 # Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU launches should be few.
-CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
+CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 23
 
 
 def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
@@ -18,8 +19,8 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     against them. Under `torch.compile` all of it is one chunk, since the compiler does the fusing.
 
     Example:
-        >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(600, 1000)])]
-        [[(3,), (5,)], [(524, 1000)], [(76, 1000)]]
+        >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(1200, 1000)])]
+        [[(3,), (5,)], [(1048, 1000)], [(152, 1000)]]
     """
     rows = list(zip(*columns))
     if torch.compiler.is_compiling():
@@ -40,8 +41,8 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
             continue
         length = first.shape[0]
         rows_at_once = max(1, chunk * length // first.numel())
-        for start in range(0, length, rows_at_once):
-            count = min(rows_at_once, length - start)
-            yield tuple([t.narrow(0, start, count) if t.ndim and t.shape[0] == length else t] for t in row)
+        pieces = [t.split(rows_at_once) if t.ndim and t.shape[0] == length else repeat(t) for t in row]
+        for piece in zip(*pieces):
+            yield tuple([t] for t in piece)
     if pending:
         yield tuple(map(list, zip(*pending)))

@@ -113,8 +113,9 @@ class BlockOptimizer(torch.optim.Optimizer):
             return True
         self.nonfinite_steps += 1
         bad = [e.name for e, m in zip(entries, magnitudes) if not bool(torch.isfinite(m).all())]
+        names = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
         message = (
-            f"Non-finite gradient in {len(bad)} of {len(entries)} parameters ({', '.join(bad[:5])}{', …' if len(bad) > 5 else ''}), "
+            f"Non-finite gradient in {len(bad)} of {len(entries)} parameters ({names}), "
             f"refused step number {self.nonfinite_steps} of this optimizer. No weight and no state was changed."
         )
         if any(group["nonfinite"] == "raise" for group, _, _ in work):
@@ -163,10 +164,9 @@ class BlockOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be ({blocks.num_blocks},), one a block."
                 )
-            if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-                raise ValueError(
-                    f"Invalid scale for {name!r}: {scale[~(torch.isfinite(scale) & (scale >= 0))][0].item()}. Must be finite and >= 0."
-                )
+            wrong = scale[~(torch.isfinite(scale) & (scale >= 0))]
+            if len(wrong):
+                raise ValueError(f"Invalid scale for {name!r}: {wrong[0].item()}. Must be finite and >= 0.")
         for group in self.param_groups:
             self._init_group(group, only_with_gradient=False)
         for name, scale in scales.items():
@@ -246,8 +246,9 @@ def check_supported(parameter: Tensor) -> None:
 
 
 def check_learning_rate(lr: float | Tensor) -> None:
-    """Raise `ValueError` if a schedule has set a learning rate that would ruin the weights. A tensor is not looked at: it would
-    stall a GPU.
+    """Raise `ValueError` if a schedule has set a learning rate that would ruin the weights.
+
+    A tensor is not looked at: that would stall a GPU.
     """
     if not isinstance(lr, Tensor) and not 0.0 <= lr < math.inf:
         raise ValueError(f"Invalid lr={lr}. Must be finite and >= 0.")

@@ -26,12 +26,12 @@ def lerp_momentum(momenta: list[Tensor], gradients: list[Tensor], weight: float,
 
 
 def rounding_noise(tensors: list[Tensor], step: Tensor | float) -> tuple[list[Tensor], list[Tensor]]:
-    """The row and column noise of `round_to_bfloat16` for each tensor, at a step; tensors share it, which leaves it unbiased."""
+    """The row and column noise of `round_to_bfloat16` for each tensor; tensors share it, which leaves it unbiased."""
     lengths: dict[torch.device, list[int]] = {}
     for t in tensors:
         longest = lengths.setdefault(t.device, [1, 1])
-        rows = t.shape[0] if t.ndim else 1
-        longest[0], longest[1] = max(longest[0], rows), max(longest[1], t.numel() // max(rows, 1))
+        length = t.shape[0] if t.ndim else 1
+        longest[0], longest[1] = max(longest[0], length), max(longest[1], t.numel() // max(length, 1))
     bases = {d: tuple(_hash(step, n, stream, d) for stream, n in enumerate(longest)) for d, longest in lengths.items()}
     row_noise, column_noise = [], []
     for t in tensors:

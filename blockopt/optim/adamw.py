@@ -26,8 +26,8 @@ class BlockAdamW(BlockOptimizer):
     .. math:: p \leftarrow p - \eta\lambda p - \eta\, s_b\, \hat m / (\sqrt{\hat v} + \epsilon)
 
     With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With `"block"`, :math:`v` is one number a
-    block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the idea of Adam-mini, on the blocks of `find_blocks`), which
-    halves the memory of the state. Weight decay uses the unscaled learning rate.
+    block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the idea of Adam-mini, on the blocks of `find_blocks`),
+    which halves the memory of the state. Weight decay uses the unscaled learning rate.
 
     Args:
         params: What `param_groups(model)` returns; for `second_moment="coordinate"` also anything `torch.optim.AdamW` takes.
@@ -196,7 +196,8 @@ def _square_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     if x.ndim == 1:
         return x.to(dtype).square()
     if dim == 0:
-        return torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)), dtype=dtype).square()
+        norms: Tensor = torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)), dtype=dtype)
+        return norms.square()
     if torch.compiler.is_compiling() or x.numel() == 0:
         return x.to(dtype).square().sum(dim=[d for d in range(x.ndim) if d != dim])
     # Norms of columns are ten times slower on a CPU than norms of rows. Squares of slabs, added up in a cached slab, are not.
@@ -261,7 +262,7 @@ def _fused_adamw(columns: list[list[Tensor]], step: int, device: torch.device, *
     steps = [torch.full((), float(step), device=device)] * len(columns[0])
     if isinstance(options["lr"], Tensor) and device.type == "cpu":
         options["lr"] = options["lr"].item()
-    torch._fused_adamw_(*columns, [], steps, amsgrad=False, **options)
+    torch._fused_adamw_(columns[0], columns[1], columns[2], columns[3], [], steps, amsgrad=False, **options)
 
 
 def _foreach_update(
@@ -278,7 +279,7 @@ def _foreach_update(
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     noise = _noise(parameters, step, group)
     for ps, gs, ms, vs, ss, *noises in in_chunks(parameters, gradients, exp_avgs, exp_avg_sqs, scales, *noise):
-        gs = torch._foreach_neg(gs) if group["maximize"] else gs
+        gs = list(torch._foreach_neg(gs)) if group["maximize"] else gs
         torch._foreach_mul_(vs, beta2)
         torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
         momenta = lerp_momentum(ms, gs, 1 - beta1, *noises)
@@ -302,7 +303,7 @@ def _scaled_momentum_update(
     """`m ← lerp(m, g)`, then `p ← p − size·m`, with one size a block."""
     noise = _noise(parameters, step, group)
     for ps, gs, ms, ss, *noises in in_chunks(parameters, gradients, exp_avgs, sizes, *noise):
-        gs = torch._foreach_neg(gs) if group["maximize"] else gs
+        gs = list(torch._foreach_neg(gs)) if group["maximize"] else gs
         momenta = lerp_momentum(ms, gs, 1 - group["betas"][0], *noises)
         decay(ps, group)
         torch._foreach_addcmul_(ps, momenta, ss, value=-1)

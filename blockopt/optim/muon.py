@@ -23,7 +23,7 @@ from blockopt.split import Split
 HEAD_ROLES = frozenset({"query", "key", "value", "output"})
 MATRIX_ROLES = HEAD_ROLES | {"mlp_in", "mlp_gate", "mlp_out"}
 # Entries orthogonalised in one batch: enough to fill the device, few enough to bound the memory of temporaries.
-CPU_BATCH, GPU_BATCH = 1 << 22, 1 << 24
+CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -31,8 +31,8 @@ class BlockMuon(BlockOptimizer):
     r"""Muon for the matrices inside the layers, AdamW for all else, in one optimizer with one learning rate.
 
     The query, key, value, output and MLP matrices move along their momentum with all singular values set to about 1, by
-    five steps of Newton and Schulz's iteration. Each matrix is what it would be if it were stored alone: a fused matrix is taken
-    apart, in any storage order. With :math:`A \times B` the shape of the matrix and :math:`s_b` the scale of block :math:`b`:
+    five steps of Newton and Schulz's iteration. Each matrix is what it would be if it were stored alone: a fused matrix is
+    taken apart, in any storage order. With :math:`A \times B` the shape of the matrix and :math:`s_b` the block's scale:
 
     .. math:: p \leftarrow p - \eta\lambda p - \eta\, s_b\, 0.2 \sqrt{\max(A, B)}\; \mathrm{orthogonalize}(m)
 
