@@ -89,7 +89,7 @@ def find_blocks(
     - biases have the role `bias` and are cut like the output side of their weight; a bias that follows the sum over heads
       is one block;
     - a parameter shared by several modules counts once, as `embedding` if one of them is an embedding;
-    - all else, such as convolutions, LoRA factors and the layers of a plain MLP or CNN, is `other`, one block a tensor;
+    - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is `other`, one block a tensor;
     - a linear map inside a module whose type is named `…Attention` that is not understood is never `other`: it raises.
 
     Frozen parameters are left out.
@@ -149,6 +149,14 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def _without_wrappers(name: str) -> str:
+    """The attribute under which a model holds a module, looking through what PEFT and `torch.compile` put around it."""
+    parts = name.split(".")
+    if len(parts) > 2 and parts[-2] == "modules_to_save":
+        parts = parts[:-2]
+    return next((part for part in reversed(parts) if part not in ("original_module", "base_layer", "_orig_mod")), "")
+
+
 def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Blocks]:
     chosen: dict[str, Blocks] = {}
     for pattern, value in overrides.items():
@@ -173,14 +181,14 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
     head = getattr(model, "get_output_embeddings", lambda: None)()
     passes: list[layouts.Layouts] = [{}, {}, {}, {}]
     for name, module in modules.items():
-        parent_name, _, attribute = name.rpartition(".")
-        parent = modules.get(parent_name) if name else None
+        attribute = _without_wrappers(name)
+        parent = modules.get(name.rpartition(".")[0]) if name else None
         passes[0] |= _embedding_layouts(module, attribute, parent, per_row)
         passes[1] |= layouts.attention_layouts(module, parent, per_head)
         passes[2] |= layouts.mlp_layouts(module, per_row)
         passes[3] |= _norm_layouts(module)
         if module is head or (attribute in layouts.HEAD_NAMES and _layer(name) is None):
-            linear = parent is not None and layouts.find_linear(parent, attribute)
+            linear = layouts.read_linear(module)
             if linear:
                 passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)
     found: layouts.Layouts = {}

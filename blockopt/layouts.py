@@ -95,23 +95,33 @@ class Linear(NamedTuple):
 
 
 def find_linear(module: nn.Module | None, attribute: str) -> Linear | None:
-    """The linear map at `module.attribute` (dots allowed), or None. Looks through PEFT wrappers and `Sequential`s."""
+    """The linear map at `module.attribute` (dots allowed), or None."""
     found: object = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, (nn.Sequential, nn.ModuleList)) and len(found) > 0:
-        found = found[0]
-    found = getattr(found, "base_layer", found)
-    weight = getattr(found, "weight", None)
+    return read_linear(found)
+
+
+def read_linear(module: object) -> Linear | None:
+    """A module as a linear map, or None if it is none. Looks through PEFT wrappers and `Sequential`s."""
+    if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 0:
+        module = module[0]
+    module = getattr(module, "base_layer", module)
+    weight = getattr(module, "weight", None)
     if (
-        not isinstance(found, nn.Module)
+        not isinstance(module, nn.Module)
+        or isinstance(module, nn.Embedding)
         or not isinstance(weight, Tensor)
         or weight.ndim != 2
-        or isinstance(found, nn.Embedding)
     ):
         return None
-    stored_input_first = type(found).__name__ == "Conv1D" and hasattr(found, "nf")
-    return Linear(weight, getattr(found, "bias", None), 1 if stored_input_first else 0)
+    stored_input_first = is_named(module, "Conv1D") and hasattr(module, "nf")
+    return Linear(weight, getattr(module, "bias", None), 1 if stored_input_first else 0)
+
+
+def is_named(module: nn.Module, *names: str) -> bool:
+    """Whether the module's type, or one it derives from, has one of the names: FSDP2 puts a type of its own on top."""
+    return any(base.__name__ in names for base in type(module).__mro__)
 
 
 def read_int(module: nn.Module, names: tuple[str, ...]) -> int | None:
@@ -158,8 +168,9 @@ def _attention_layouts(module: nn.Module, parent: nn.Module | None) -> Layouts:
             query = find_linear(module, "q_attn")  # GPT-2's cross-attention: c_attn holds key and value only
             if query and output:
                 return _cross_attention_layouts(module, query, fused, output)
-            if known_types and type(module).__name__ not in known_types:
-                return _unknown_order(type(module).__name__, fused)
+            if known_types and not is_named(module, *known_types):
+                num_heads = read_int(module, NUM_HEADS)
+                return _unknown_order(module, fused) | (_output_layouts(output, num_heads) if num_heads else {})
             return _fused_layouts(module, fused, output, grouped=known_types is not None)
     return {}
 
@@ -189,8 +200,8 @@ def _ambiguous(linear: Linear, roles: tuple[str, ...], reason: str, dim: int | N
     return {linear.weight: Ambiguity(reason, suggestion)}
 
 
-def _unknown_order(type_name: str, fused: Linear) -> Layouts:
-    reason = f"{type_name} fuses query, key and value, and may store them one after another or interleaved by head"
+def _unknown_order(module: nn.Module, fused: Linear) -> Layouts:
+    reason = f"{type(module).__name__} fuses query, key and value, and may store them one after another or interleaved by head"
     return _ambiguous(fused, ("query", "key", "value"), reason)
 
 

@@ -114,7 +114,9 @@ def main() -> None:
     """Run all arms, print the table, draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 1.6e-2], help="learning rates to choose from")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2, 3e-2], help="learning rates to choose from"
+    )
     parser.add_argument("--seeds", type=int, default=2, help="test seeds (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the plot (default: %(default)s)")
