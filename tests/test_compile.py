@@ -44,3 +44,19 @@ def test_compiled_step_refuses_a_nonfinite_gradient():
     with pytest.raises(FloatingPointError, match=r"wpe\.weight"):
         torch.compile(optimizer.step)()
     assert_same_weights(model, untouched)
+
+
+@pytest.mark.parametrize("second_moment", ["coordinate", "block"])
+def test_compiled_kernels_equal_the_eager_update(second_moment, monkeypatch):
+    monkeypatch.setattr("blockopt.optim._kernels.SMALLEST", 1)
+    eager, compiled = tiny_gpt(), tiny_gpt()
+    for model, kernels in ((eager, False), (compiled, True)):
+        groups = blockopt.param_groups(model)
+        optimizer = blockopt.BlockAdamW(groups, lr=1e-2, second_moment=second_moment, compiled=kernels)
+        optimizer.set_block_scales(random_scales(optimizer))
+        for turn in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (turn + 1)
+            set_gradients(model, random_gradients(model, turn))
+            optimizer.step()
+    assert_same_weights(eager, compiled, rtol=1e-5, atol=1e-6)

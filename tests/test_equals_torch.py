@@ -28,7 +28,7 @@ def test_adamw_equals_torch(kernel, dtype):
 
 
 def test_adamw_without_fused_kernel_equals_torch(monkeypatch):
-    monkeypatch.setattr("blockopt.optim.adamw.FUSED_DEVICES", ())
+    monkeypatch.setattr("blockopt.optim._fused.FUSED_DEVICES", ())
     ours, theirs = tiny_gpt(), tiny_gpt()
     run(ours, blockopt.BlockAdamW(ours.parameters(), lr=3e-3))
     run(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-3, foreach=True))
@@ -106,3 +106,11 @@ def test_torch_checkpoint_goes_on_in_ours():
     train(ours, optimizer, range(5, 10))
     train(theirs, torch_optimizer, range(5, 10))
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_sgd_without_fused_kernel_equals_torch(monkeypatch):
+    monkeypatch.setattr("blockopt.optim._fused.FUSED_DEVICES", ())
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    run(ours, blockopt.BlockSGD(ours.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    run(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    assert_same_weights(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU launches should be few.
-CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 23
+CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
 
 
 def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
@@ -20,7 +20,7 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
 
     Example:
         >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(1200, 1000)])]
-        [[(3,), (5,)], [(1048, 1000)], [(152, 1000)]]
+        [[(3,), (5,)], [(524, 1000)], [(524, 1000)], [(152, 1000)]]
     """
     rows = list(zip(*columns))
     if torch.compiler.is_compiling():

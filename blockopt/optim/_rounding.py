@@ -61,13 +61,13 @@ def _hash(step: Tensor | float, length: int, stream: int, device: torch.device) 
 
 
 def round_to_bfloat16(source: Tensor, row_noise: Tensor, column_noise: Tensor) -> Tensor:
-    """`source` (float32) rounded to one of its two neighbours in bfloat16, with the mean of `source`.
+    """`source` (float32) rounded to one of its two neighbours in bfloat16, as float32, with the mean of `source`.
 
     The entry at (i, j) rounds up if its lower 16 bits plus `(row_noise[i] + column_noise[j]) mod 2^16` overflow. Such sums of
     independent uniform numbers are themselves uniform and pairwise independent, so every linear function of the result
     has the mean and the variance of fully independent rounding. The relative error of an entry is below 2^-7, its
     mean is 0.
     """
-    bits = source.view(torch.int32)
-    dither = (row_noise + column_noise).bitwise_and_(0xFFFF)
-    return (bits + dither).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
+    bits = (row_noise + column_noise).bitwise_and_(0xFFFF)
+    bits.add_(source.view(torch.int32)).bitwise_and_(-0x10000)
+    return bits.view(torch.float32)

@@ -10,11 +10,11 @@ from torch import Tensor
 from blockopt.blocks import Blocks
 from blockopt.optim._chunks import in_chunks
 from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, choose, decay, gradient_norms, spread
+from blockopt.optim._fused import by_kind, fused_kernel_serves
+from blockopt.optim._kernels import adam_step, is_large, momentum_step, run_compiled
 from blockopt.optim._rounding import lerp_momentum, rounding_noise
 from blockopt.optim._sharding import local, sum_over_ranks
 from blockopt.split import block_numel, block_sum_along
-
-FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 class BlockAdamW(BlockOptimizer):
@@ -38,6 +38,8 @@ class BlockAdamW(BlockOptimizer):
         second_moment: `"coordinate"` or `"block"`.
         momentum_dtype: Dtype of the stored first moment; None takes the parameter's, as `torch.optim` does. `torch.bfloat16`
             is rounded stochastically: unbiased, with a relative error below 2^-7 an entry and step.
+        compiled: Update large matrices by kernels that torch compiles on first use: one pass through memory, rather than
+            several, where second moments or scales differ by block. Needs what `torch.compile` needs.
         maximize: Ascend instead of descend.
         nonfinite: What to do when a gradient is not finite: `"raise"`, or `"skip"` the step, count it in
             `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
@@ -65,6 +67,7 @@ class BlockAdamW(BlockOptimizer):
         *,
         second_moment: str = "coordinate",
         momentum_dtype: torch.dtype | None = None,
+        compiled: bool = False,
         maximize: bool = False,
         nonfinite: str = "raise",
     ) -> None:
@@ -77,6 +80,7 @@ class BlockAdamW(BlockOptimizer):
             "weight_decay": weight_decay,
             "second_moment": second_moment,
             "momentum_dtype": momentum_dtype,
+            "compiled": compiled,
             "maximize": maximize,
             "nonfinite": nonfinite,
         }
@@ -142,8 +146,9 @@ def adamw_update(entries: list[Entry], magnitudes: list[Tensor], group: dict[str
     """One step of AdamW for parameters of a group, by the number of steps that they have behind them."""
     for entry in entries:
         entry.state["step"] += 1
-    if torch.compiler.is_compiling():  # the counts are tensors there, alike for all parameters of a group
-        _adamw_update(entries, magnitudes, group, scaled, entries[0].state["step"])
+    if torch.compiler.is_compiling():  # the counts stay tensors there; the compiler joins what is done one by one
+        for entry, magnitude in zip(entries, magnitudes):
+            _adamw_update([entry], [magnitude], group, scaled, entry.state["step"])
         return
     counts = [int(entry.state["step"].item()) for entry in entries]
     for count in sorted(set(counts)):
@@ -170,7 +175,12 @@ def _adamw_update(
         return
     exp_avg_sqs = [local(entry.state["exp_avg_sq"]) for entry in entries]
     scales = None if not scaled else spread(entries, [entry.state["scale"] for entry in entries])
-    if _fused_kernel_serves(parameters, gradients, exp_avgs, exp_avg_sqs):
+    if scales is not None and _takes_compiled_kernels(group):
+        columns = [parameters, gradients, exp_avgs, exp_avg_sqs, [s * (group["lr"] / correction1) for s in scales]]
+        numbers = (1 - group["lr"] * group["weight_decay"], 1 - beta1, beta2, correction2**0.5, group["eps"])
+        parameters, gradients, exp_avgs, exp_avg_sqs, _ = run_compiled(adam_step, columns, *numbers)
+        scales = [s for s, p in zip(scales, columns[0]) if not is_large(p)]
+    if fused_kernel_serves(parameters, gradients, exp_avgs, exp_avg_sqs):
         _fused_update(parameters, gradients, exp_avgs, exp_avg_sqs, scales, step, group)  # type: ignore[arg-type]
     else:
         scales = scales or [p.new_ones((1,) * p.ndim) for p in parameters]
@@ -215,16 +225,13 @@ def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _takes_compiled_kernels(group: dict[str, Any]) -> bool:
+    plain = group["momentum_dtype"] != torch.bfloat16 and not group["maximize"]
+    return group["compiled"] and plain and not torch.compiler.is_compiling()
+
+
 def _noise(parameters: list[Tensor], step: int | Tensor, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
     return rounding_noise(parameters, step) if group["momentum_dtype"] == torch.bfloat16 else ()
-
-
-def _fused_kernel_serves(*columns: list[Tensor]) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return all(
-        t.device.type in FUSED_DEVICES and t.dtype == row[0].dtype and t.is_contiguous() for row in zip(*columns) for t in row
-    )
 
 
 def _fused_update(
@@ -237,32 +244,45 @@ def _fused_update(
     group: dict[str, Any],
 ) -> None:
     """Torch's own kernel: on the parameters if no block is scaled, otherwise on zeros that come out as the unscaled step."""
-    options = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"], "maximize": group["maximize"]}
+    columns = (parameters, gradients, exp_avgs, exp_avg_sqs)
     if scales is None:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, p in enumerate(parameters):
-            by_kind.setdefault((p.device, p.dtype), []).append(i)
-        for (device, _), chosen in by_kind.items():
-            columns = [[column[i] for i in chosen] for column in (parameters, gradients, exp_avgs, exp_avg_sqs)]
-            lr, weight_decay = group["lr"], group["weight_decay"]
-            _fused_adamw(columns, step, device, lr=lr, weight_decay=weight_decay, **options)
+        for ps, gs, ms, vs in by_kind(*columns):
+            _fused_adamw(ps, gs, ms, vs, step, group, lr=group["lr"], weight_decay=group["weight_decay"])
         return
-    for ps, gs, ms, vs, ss in in_chunks(parameters, gradients, exp_avgs, exp_avg_sqs, scales):
-        for kind in {(p.device, p.dtype) for p in ps}:
-            chosen = [i for i, p in enumerate(ps) if (p.device, p.dtype) == kind]
-            updates = [torch.zeros_like(ps[i]) for i in chosen]
-            columns = [updates, *([column[i] for i in chosen] for column in (gs, ms, vs))]
-            _fused_adamw(columns, step, kind[0], lr=1.0, weight_decay=0.0, **options)
-            mine = [ps[i] for i in chosen]
-            decay(mine, group)
-            torch._foreach_addcmul_(mine, updates, [ss[i] * group["lr"] for i in chosen])
+    for chunk in in_chunks(*columns, scales):
+        for ps, gs, ms, vs, ss in by_kind(*chunk):
+            updates = [torch.zeros_like(p) for p in ps]
+            _fused_adamw(updates, gs, ms, vs, step, group, lr=1.0, weight_decay=0.0)
+            decay(ps, group)
+            torch._foreach_addcmul_(ps, updates, [s * group["lr"] for s in ss])
 
 
-def _fused_adamw(columns: list[list[Tensor]], step: int, device: torch.device, **options: Any) -> None:
-    steps = [torch.full((), float(step), device=device)] * len(columns[0])
-    if isinstance(options["lr"], Tensor) and device.type == "cpu":
-        options["lr"] = options["lr"].item()
-    torch._fused_adamw_(columns[0], columns[1], columns[2], columns[3], [], steps, amsgrad=False, **options)
+def _fused_adamw(
+    ps: list[Tensor],
+    gs: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
+    step: int,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
+    device = ps[0].device
+    torch._fused_adamw_(
+        ps,
+        gs,
+        ms,
+        vs,
+        [],
+        [torch.full((), float(step), device=device)] * len(ps),
+        lr=float(lr) if device.type == "cpu" else lr,  # type: ignore[arg-type]
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )
 
 
 def _foreach_update(
@@ -301,6 +321,10 @@ def _scaled_momentum_update(
     group: dict[str, Any],
 ) -> None:
     """`m ← lerp(m, g)`, then `p ← p − size·m`, with one size a block."""
+    if _takes_compiled_kernels(group):
+        columns = [parameters, gradients, exp_avgs, sizes]
+        numbers = (1 - group["lr"] * group["weight_decay"], 1 - group["betas"][0])
+        parameters, gradients, exp_avgs, sizes = run_compiled(momentum_step, columns, *numbers)
     noise = _noise(parameters, step, group)
     for ps, gs, ms, ss, *noises in in_chunks(parameters, gradients, exp_avgs, sizes, *noise):
         gs = list(torch._foreach_neg(gs)) if group["maximize"] else gs

@@ -99,6 +99,7 @@ class BlockMuon(BlockOptimizer):
             "eps": eps,
             "second_moment": second_moment,
             "momentum_dtype": None,
+            "compiled": False,
             "maximize": maximize,
             "nonfinite": nonfinite,
         }

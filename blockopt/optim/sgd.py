@@ -10,6 +10,7 @@ from torch import Tensor
 from blockopt.blocks import Blocks
 from blockopt.optim._chunks import in_chunks
 from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, decay, spread
+from blockopt.optim._fused import by_kind, fused_kernel_serves
 from blockopt.optim._sharding import local
 
 
@@ -82,17 +83,38 @@ class BlockSGD(BlockOptimizer):
         columns = [[local(entry.parameter) for entry in entries], [local(entry.gradient) for entry in entries]]
         if momentum:
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
+        if not self._scaled_step() and not isinstance(lr, Tensor) and fused_kernel_serves(*columns):
+            _fused_update(columns, group)
+            return
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):
             factors = [[scale * lr for scale in spread(entries, [entry.state["scale"] for entry in entries])]]
         for ps, gs, *rest in in_chunks(*columns, *factors):
-            directions = torch._foreach_neg(gs) if group["maximize"] else gs
+            directions = list(torch._foreach_neg(gs)) if group["maximize"] else gs
             if momentum:
-                torch._foreach_mul_(rest[0], momentum)
-                torch._foreach_add_(rest[0], directions)
-                directions = torch._foreach_add(directions, rest[0], alpha=momentum) if group["nesterov"] else rest[0]
+                for g, u in zip(directions, rest[0]):
+                    torch.add(g, u, alpha=momentum, out=u)
+                directions = list(torch._foreach_add(directions, rest[0], alpha=momentum)) if group["nesterov"] else rest[0]
             decay(ps, group)
             if factors:
                 torch._foreach_addcmul_(ps, directions, rest[-1], value=-1)
             else:
                 torch._foreach_add_(ps, directions, alpha=-lr)
+
+
+def _fused_update(columns: list[list[Tensor]], group: dict[str, Any]) -> None:
+    """Torch's own kernel, for a step in which no block is scaled."""
+    decay(columns[0], group)
+    for parameters, gradients, *buffers in by_kind(*columns):
+        torch._fused_sgd_(
+            parameters,
+            gradients,
+            buffers[0] if buffers else [],
+            weight_decay=0.0,
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=False,
+        )

@@ -1,0 +1,28 @@
+"""When torch's fused kernels can do an update, and the lists they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+FUSED_DEVICES = ("cpu", "cuda", "xpu")
+
+
+def fused_kernel_serves(*columns: list[Tensor]) -> bool:
+    """Whether a fused kernel can work on the rows of `columns`: one dtype a row, contiguous, on a device that has it."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(
+        t.device.type in FUSED_DEVICES and t.dtype == row[0].dtype and t.is_contiguous() for row in zip(*columns) for t in row
+    )
+
+
+def by_kind(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """The columns, divided by the device and dtype of the first."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, p in enumerate(columns[0]):
+        kinds.setdefault((p.device, p.dtype), []).append(i)
+    for chosen in kinds.values():
+        yield [[column[i] for i in chosen] for column in columns]
