@@ -165,7 +165,22 @@ ARMS = (
         COORDINATE_TARGETS,
         True,
     ),
+    Arm(
+        "BlockAdamW coordinate, scaled, compiled",
+        lambda p: with_random_scales(BlockAdamW(p.groups(), **ADAMW, compiled=True)),
+        "main",
+        COORDINATE_TARGETS,
+        True,
+    ),
     Arm("BlockAdamW block", lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block"), "main", BLOCK_TARGETS, True, 4.1),
+    Arm(
+        "BlockAdamW block, compiled",
+        lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block", compiled=True),
+        "main",
+        BLOCK_TARGETS,
+        True,
+        4.1,
+    ),
     Arm(
         "BlockAdamW block, bf16 momentum",
         lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block", momentum_dtype=torch.bfloat16),

@@ -1,0 +1,43 @@
+"""Every script runs, and refuses bad arguments at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_demo_prints_a_table_and_draws_a_plot(tmp_path):
+    done = run("recipes/demo.py", "--steps", 10, "--seeds", 1, "--rates", 3e-3, "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "BlockMuon" in done.stdout
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("script", ["step_time", "memory"])
+def test_benchmark_writes_its_table_and_json(script, tmp_path):
+    output, plot = tmp_path / "out.json", tmp_path / "out.png"
+    done = run(f"benchmarks/{script}.py", "--quick", "--output", output, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    assert "BlockMuon" in done.stdout
+    assert json.loads(output.read_text())
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arguments", [("recipes/demo.py", "--steps", 1), ("benchmarks/step_time.py", "--rounds", 0)])
+def test_bad_arguments_are_refused(arguments):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "error" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["recipes/demo.py", "benchmarks/step_time.py", "benchmarks/memory.py"])
+def test_help(script):
+    assert "usage" in run(script, "--help").stdout
