@@ -77,8 +77,10 @@ class Matrices(nn.Module):
         self.mlp.fc1, self.mlp.fc2 = nn.Linear(16, 40, bias=False), nn.Linear(40, 16, bias=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_equals_torch(nesterov):
+def test_muon_equals_torch(nesterov, dtype, monkeypatch):
+    monkeypatch.setattr("blockopt.optim.muon.CPU_DTYPE", dtype)
     ours, theirs = Matrices(), Matrices()
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
     run(ours, blockopt.BlockMuon(blockopt.param_groups(ours, weight_decay=0.1), **options))

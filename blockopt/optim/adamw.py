@@ -192,12 +192,12 @@ def block_mean_squares(gradient: Tensor, blocks: Blocks) -> Tensor:
     part, split, dtype = local(gradient), blocks.split, _accumulation_dtype(gradient)
     if split is None:
         row = torch.linalg.vector_norm(part, dtype=dtype).square().reshape(1)
-        return sum_over_ranks(row, gradient, None, 1) / gradient.numel()
+        return sum_over_ranks(row, gradient, None, 1) / max(1, gradient.numel())
     row = _square_sums(part, split.dim, dtype)
     row = sum_over_ranks(row, gradient, split.dim, split.length)
     sums = block_sum_along(row, split)
     if split.is_even:
-        return sums / (gradient.numel() // split.num_blocks)
+        return sums / max(1, gradient.numel() // split.num_blocks)
     return sums / block_numel(tuple(gradient.shape), split).to(sums)
 
 
