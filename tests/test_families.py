@@ -1,10 +1,10 @@
 """The optimizers train every family of models that the finder knows."""
 
 import pytest
+from helpers import OPTIMIZERS
 from models import FAMILIES, loss_of
 
 import blockopt
-from helpers import OPTIMIZERS
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw-block", "muon-heads", "sgd"])
