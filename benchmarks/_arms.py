@@ -157,16 +157,16 @@ ARMS = (
     Arm(FUSED, lambda p: torch.optim.AdamW(p.groups(), **ADAMW, fused=True)),
     Arm(SGD, lambda p: torch.optim.SGD(p.groups(weight_decay=0.0), **SGD_OPTIONS, foreach=True)),
     Arm(MINI, adam_mini),
-    Arm("BlockAdamW coordinate", lambda p: BlockAdamW(p.groups(), **ADAMW), "main", COORDINATE_TARGETS, True),
+    Arm("BlockAdamW", lambda p: BlockAdamW(p.groups(), **ADAMW), "main", COORDINATE_TARGETS, True),
     Arm(
-        "BlockAdamW coordinate, scaled",
+        "BlockAdamW, scaled",
         lambda p: with_random_scales(BlockAdamW(p.groups(), **ADAMW)),
         "main",
         COORDINATE_TARGETS,
         True,
     ),
     Arm(
-        "BlockAdamW coordinate, scaled, compiled",
+        "BlockAdamW, scaled, compiled",
         lambda p: with_random_scales(BlockAdamW(p.groups(), **ADAMW, compiled=True)),
         "main",
         COORDINATE_TARGETS,
@@ -182,7 +182,7 @@ ARMS = (
         4.1,
     ),
     Arm(
-        "BlockAdamW block, bf16 momentum",
+        "BlockAdamW block, bfloat16",
         lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block", momentum_dtype=torch.bfloat16),
         "main",
         BLOCK_TARGETS,
