@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from blockopt.blocks import UNITS, find_blocks
+from blockopt.blocks import ROW_ROLES, find_blocks
 from blockopt.describe import describe
 
 
@@ -67,10 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     table.add_argument(
         "--per-row",
         nargs="*",
-        choices=UNITS,
-        default=UNITS,
+        choices=ROW_ROLES,
+        default=ROW_ROLES,
         metavar="ROLE",
-        help=f"roles cut by row, out of {', '.join(UNITS)} (default: all)",
+        help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
     options = parser.parse_args(arguments)
     model = build_from_config(options.model)

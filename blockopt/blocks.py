@@ -21,7 +21,7 @@ ROLES = (
     *("embedding", "position", "query", "key", "value", "output"),
     *("mlp_in", "mlp_gate", "mlp_out", "norm", "bias", "head", "other"),
 )
-UNITS = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out")
+ROW_ROLES = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out")
 
 
 class Blocks(NamedTuple):
@@ -71,7 +71,7 @@ def find_blocks(
     model: nn.Module,
     *,
     per_head: bool = True,
-    per_row: Collection[str] = UNITS,
+    per_row: Collection[str] = ROW_ROLES,
     overrides: Mapping[str, Blocks | str] | None = None,
 ) -> dict[str, Blocks]:
     """Assign every trainable parameter of `model` to its Hessian blocks.
@@ -90,14 +90,14 @@ def find_blocks(
       is one block;
     - a parameter shared by several modules counts once, as `embedding` if one of them is an embedding;
     - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is `other`, one block a tensor;
-    - a linear map inside a module whose type is named `…Attention` that is not understood is never `other`: it raises.
+    - a linear map that a module whose type is named `…Attention` holds and that is not understood is not `other`: it raises.
 
     Frozen parameters are left out.
 
     Args:
         model: Any module.
         per_head: Whether to cut attention by head; otherwise query, key, value and output are one block each.
-        per_row: The roles cut into one block per output unit, out of `UNITS`.
+        per_row: The roles cut into one block per output unit, out of `ROW_ROLES`.
         overrides: `{name or pattern: Blocks or role}` that take the place of what would be found; patterns are those of
             `fnmatch`. A role alone stands for one block of it. A layer of None is filled in from the name.
 
@@ -116,8 +116,8 @@ def find_blocks(
         >>> blocks["self_attn.out_proj.weight"]
         Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False))
     """
-    if isinstance(per_row, str) or not set(per_row) <= set(UNITS):
-        raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {UNITS}.")
+    if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
+        raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
     found = _find_layouts(model, per_head, per_row)
@@ -239,7 +239,7 @@ def param_groups(
     model: nn.Module,
     blocks: Mapping[str, Blocks] | None = None,
     *,
-    weight_decay: float = 0.1,
+    weight_decay: float | None = None,
     by: Literal["role", "parameter"] = "role",
 ) -> list[dict[str, Any]]:
     """Parameter groups that carry the blocks of `model`, for the optimizers of blockopt and of `torch.optim`.
@@ -249,11 +249,12 @@ def param_groups(
     Args:
         model: Any module.
         blocks: What `find_blocks(model)` returns, with your own options; found here by default.
-        weight_decay: For tensors of two or more dimensions other than norms and biases, which get 0.
+        weight_decay: For tensors of two or more dimensions other than norms and biases, which get 0. None leaves it to the
+            optimizer.
         by: One group a role (a fused matrix is a role of its own), or one a parameter.
 
     Returns:
-        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role` and `weight_decay`.
+        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and `weight_decay` where it is set.
 
     Raises:
         ValueError: If `blocks` does not cover the trainable parameters exactly.
@@ -265,7 +266,7 @@ def param_groups(
     """
     if by not in ("role", "parameter"):
         raise ValueError(f"Invalid by={by!r}. Must be 'role' or 'parameter'.")
-    if not 0.0 <= weight_decay < float("inf"):
+    if weight_decay is not None and not 0.0 <= weight_decay < float("inf"):
         raise ValueError(f"Invalid weight_decay={weight_decay}. Must be finite and >= 0.")
     blocks = find_blocks(model) if blocks is None else blocks
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -280,8 +281,11 @@ def param_groups(
         role = "+".join(dict.fromkeys(blocks[name].roles))
         decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(blocks[name].roles)
         key = (role if by == "role" else name, decayed)
-        empty: dict[str, Any] = {"params": [], "blocks": [], "role": role, "weight_decay": weight_decay if decayed else 0.0}
-        group = groups.setdefault(key, empty)
+        group = groups.setdefault(key, {"params": [], "blocks": [], "role": role})
+        if not decayed:
+            group["weight_decay"] = 0.0
+        elif weight_decay is not None:
+            group["weight_decay"] = weight_decay
         group["params"].append((name, parameter))
         group["blocks"].append(to_plain(blocks[name]))
     return list(groups.values())
@@ -301,4 +305,4 @@ def from_plain(plain: tuple[Any, ...]) -> Blocks:
     return Blocks(tuple(roles), layer, Split(dim, tuple(sizes), tuple(parts), repeat, pooled))
 
 
-__all__ = ["ROLES", "UNITS", "Blocks", "Split", "find_blocks", "from_plain", "param_groups", "to_plain"]
+__all__ = ["ROLES", "ROW_ROLES", "Blocks", "Split", "find_blocks", "from_plain", "param_groups", "to_plain"]

@@ -43,6 +43,9 @@ SEPARATE_PROJECTIONS = (
 CONTIGUOUS_PROJECTIONS = ("c_attn", "qkv_proj", "qkv", "Wqkv")
 # Fused projections stored group by group: the query heads that share a key, then that key, then its value.
 GROUPED_PROJECTIONS = {"query_key_value": ("GPTNeoXAttention", "BloomAttention", "FalconAttention")}
+# Types that store a fused matrix otherwise than its attribute says: head by head, or in an order of their own.
+INTERLEAVED_TYPES = ("MiniMaxLightningAttention",)
+UNKNOWN_ORDER_TYPES = ("CodeGenAttention",)
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj", "o", "out_lin", "to_out", "wo", "Wo")
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
@@ -63,6 +66,10 @@ MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"linear1": ("mlp_in",), "linear2": ("mlp_out",)},  # nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
     {"dense_h_to_4h": ("mlp_in",), "dense_4h_to_h": ("mlp_out",)},  # GPT-NeoX, Bloom, Falcon
     {"intermediate.dense": ("mlp_in",), "output.dense": ("mlp_out",)},  # BERT
+    {"intermediate_dense": ("mlp_in",), "output_dense": ("mlp_out",)},  # HuBERT, wav2vec2
+    {"ffn": ("mlp_in",), "ffn_output": ("mlp_out",)},  # ALBERT
+    {"linear_fc1": ("mlp_in",), "linear_fc2": ("mlp_out",)},  # Qwen-VL
+    {"Wi": ("mlp_gate", "mlp_in"), "Wo": ("mlp_out",)},  # ModernBERT
 )
 
 # Mixtures of experts store all experts in one tensor, (experts, out, in): one block an expert.
@@ -107,6 +114,8 @@ def read_linear(module: object) -> Linear | None:
     if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 0:
         module = module[0]
     module = getattr(module, "base_layer", module)
+    if not isinstance(getattr(module, "weight", None), Tensor):
+        module = getattr(module, "linear", module)
     weight = getattr(module, "weight", None)
     if (
         not isinstance(module, nn.Module)
@@ -156,10 +165,12 @@ def _attention_layouts(module: nn.Module, parent: nn.Module | None) -> Layouts:
     if isinstance(module, nn.MultiheadAttention):
         return _torch_attention_layouts(module)
     output = next((o for name in OUTPUT_PROJECTIONS if (o := find_linear(module, name))), None)
-    output = output or find_linear(parent, "output.dense")  # BERT keeps it beside the attention
     for names in SEPARATE_PROJECTIONS:
         query, key, value = (find_linear(module, name) for name in names)
         if query and key and value:
+            beside = find_linear(parent, "output.dense")  # BERT's, unless it is that of an MLP
+            if output is None and beside and beside.in_size == query.out_size:
+                output = beside
             return _separate_layouts(module, query, key, value, output)
     for name in (*CONTIGUOUS_PROJECTIONS, *GROUPED_PROJECTIONS):
         fused = find_linear(module, name)
@@ -168,11 +179,19 @@ def _attention_layouts(module: nn.Module, parent: nn.Module | None) -> Layouts:
             query = find_linear(module, "q_attn")  # GPT-2's cross-attention: c_attn holds key and value only
             if query and output:
                 return _cross_attention_layouts(module, query, fused, output)
-            if known_types and not is_named(module, *known_types):
+            unknown = known_types is not None and not is_named(module, *known_types)
+            if unknown or is_named(module, *UNKNOWN_ORDER_TYPES):
                 num_heads = read_int(module, NUM_HEADS)
                 return _unknown_order(module, fused) | (_output_layouts(output, num_heads) if num_heads else {})
-            return _fused_layouts(module, fused, output, grouped=known_types is not None)
+            return _fused_layouts(module, fused, output, grouped=known_types is not None or _is_interleaved(module))
     return {}
+
+
+def _is_interleaved(module: nn.Module) -> bool:
+    """Whether a module with a fused attribute that is usually contiguous stores it head by head."""
+    by_option = getattr(module, "head_first", None) is True  # timm's MaxViT
+    by_option |= is_named(module, "GPTBigCodeAttention") and getattr(module, "multi_query", None) is False
+    return by_option or is_named(module, *INTERLEAVED_TYPES)
 
 
 def _weight_and_bias(linear: Linear, roles: tuple[str, ...], split: Split) -> Layouts:
@@ -186,7 +205,8 @@ def _output_layouts(output: Linear | None, num_heads: int) -> Layouts:
     if output is None:
         return {}
     if output.in_size % num_heads:
-        return _ambiguous(output, ("output",), f"its {output.in_size} inputs cannot be cut into {num_heads} heads")
+        reason = f"its {output.in_size} inputs cannot be cut into {num_heads} heads"
+        return _ambiguous(output, ("output",), reason, dim=1 - output.out_dim)
     layouts: Layouts = {output.weight: Layout(("output",), Split(1 - output.out_dim, (output.in_size,), (num_heads,)))}
     if output.bias is not None:  # added after the heads are summed: it belongs to none of them
         layouts[output.bias] = Layout(("bias",), None)
@@ -303,7 +323,10 @@ def mlp_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
         if len(linears) < len(family):
             continue
         layouts: Layouts = {}
-        *_, out = linears.values()
+        first, *_, out = linears.values()
+        fused = len(next(iter(family.values()))) == 2
+        if out.out_size != first.in_size or (fused and first.out_size != 2 * out.in_size):
+            continue  # not back to the width it came from: two layers of some net, not the MLP of a block
         for name, linear in linears.items():
             roles = family[name]
             if len(roles) == 1 and linear is not out and linear.out_size == 2 * out.in_size:

@@ -11,7 +11,7 @@ from models import CAUSAL, FAMILIES, block_index, loss_of
 from torch import nn
 
 from blockopt import Blocks, Split, find_blocks, param_groups
-from blockopt.blocks import ROLES, UNITS, from_plain, to_plain
+from blockopt.blocks import ROLES, ROW_ROLES, from_plain, to_plain
 from blockopt.split import block_numel
 
 NO_ATTENTION = ("mlp", "cnn")
@@ -886,13 +886,13 @@ def test_per_row_with_a_role_that_has_no_rows_raises(per_row):
         find_blocks(FAMILIES["mlp"](), per_row=per_row)
 
 
-@pytest.mark.parametrize("per_row", [(), ("embedding",), ("head", "position"), ["mlp_in"], {"mlp_gate", "mlp_out"}, UNITS])
+@pytest.mark.parametrize("per_row", [(), ("embedding",), ("head", "position"), ["mlp_in"], {"mlp_gate", "mlp_out"}, ROW_ROLES])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_per_row_cuts_the_roles_it_names_and_no_others(name, per_row):
     model = FAMILIES[name]()
     for parameter, entry in find_blocks(model, per_row=per_row).items():
         default = EXPECTED[name][parameter]
-        if len(entry.roles) == 1 and entry.roles[0] in UNITS:
+        if len(entry.roles) == 1 and entry.roles[0] in ROW_ROLES:
             assert entry == (default if entry.roles[0] in per_row else default._replace(split=None))
         elif not set(entry.roles) <= {"bias"}:
             assert entry == default

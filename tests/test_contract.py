@@ -348,7 +348,7 @@ def test_bad_scales_are_refused_and_change_nothing(make, scales, error, match):
 
 def test_scales_need_names():
     optimizer = blockopt.BlockAdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(KeyError, match="build it with param_groups"):
+    with pytest.raises(ValueError, match="build it with param_groups"):
         optimizer.set_block_scales({"weight": torch.ones(1)})
 
 

@@ -35,14 +35,17 @@ class BlockOptimizer(torch.optim.Optimizer):
     `set_block_scales`, so that a refresh neither recompiles a compiled step nor is lost in a checkpoint.
 
     Attributes:
-        nonfinite_steps: How many steps were refused because of a non-finite gradient.
+        nonfinite_steps: How many steps were refused because of a gradient that is not finite, or whose square is not.
     """
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
-        choose("nonfinite", defaults["nonfinite"], ("raise", "skip"))
         self.nonfinite_steps = 0
         self._scaled = False
         super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for options of a group that are out of range."""
+        raise NotImplementedError  # pragma: no cover
 
     def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter before its first step, without `scale`."""
@@ -100,11 +103,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         entries = []
         for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
             if parameter.grad is not None:
-                if parameter.grad.is_sparse:
+                if parameter.grad.layout != torch.strided:
                     raise ValueError(f"The gradient of {name!r} is sparse. Make it dense: nn.Embedding(..., sparse=False).")
                 entries.append(Entry(name, parameter, parameter.grad, blocks, self.state[parameter]))
         return entries
 
+    @torch.compiler.disable
     def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
         """Whether all gradients are finite, on all ranks; otherwise raise, or count and warn, as the group says."""
         entries = [entry for _, some, _ in work for entry in some]
@@ -126,13 +130,26 @@ class BlockOptimizer(torch.optim.Optimizer):
             warnings.warn(f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.", stacklevel=4)
         return False
 
+    def _by_name(self) -> dict[str, tuple[Tensor, Blocks]]:
+        """Parameters and their blocks by name, or `ValueError` if these are missing or not unique."""
+        found: dict[str, tuple[Tensor, Blocks]] = {}
+        for group in self.param_groups:
+            if "param_names" not in group:
+                raise ValueError(
+                    "Block scales go by parameter names, and this optimizer has none: build it with param_groups(model)."
+                )
+            for name, parameter, blocks in zip(group["param_names"], group["params"], blocks_of(group)):
+                if name in found:
+                    raise ValueError(f"Block scales go by parameter names, and two parameters are named {name!r}.")
+                found[name] = (parameter, blocks)
+        return found
+
     def block_scales(self) -> dict[str, Tensor]:
         """A copy of the scales, `{parameter name: tensor of num_blocks}`; ones where none were set."""
         scales = {}
-        for group in self.param_groups:
-            for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
-                scale = self.state[parameter].get("scale") if parameter in self.state else None
-                scales[name] = torch.ones(blocks.num_blocks, device=parameter.device) if scale is None else scale.clone()
+        for name, (parameter, blocks) in self._by_name().items():
+            scale = self.state[parameter].get("scale") if parameter in self.state else None
+            scales[name] = torch.ones(blocks.num_blocks, device=parameter.device) if scale is None else scale.clone()
         return scales
 
     @torch.no_grad()
@@ -145,31 +162,23 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         Raises:
             KeyError: If a name is not that of a parameter of this optimizer.
-            ValueError: If a tensor has the wrong length or holds a negative or non-finite value. Nothing is changed then.
+            ValueError: If the optimizer has no parameter names, or a tensor has the wrong length or holds a negative or
+                non-finite value. Nothing is changed then.
         """
-        known = {}
-        for group in self.param_groups:
-            for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
-                known[name] = (parameter, blocks)
-        for name, scale in scales.items():
+        known = self._by_name()
+        given = {name: torch.as_tensor(scale, dtype=torch.float32) for name, scale in scales.items()}
+        for name, scale in given.items():
             if name not in known:
-                hint = (
-                    "its groups carry no names: build it with param_groups(model)"
-                    if unnamed(self)
-                    else f"such as {next(iter(known))!r}"
-                )
-                raise KeyError(f"No parameter {name!r} in this optimizer ({hint}).")
-            blocks = known[name][1]
-            if tuple(scale.shape) != (blocks.num_blocks,):
-                raise ValueError(
-                    f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be ({blocks.num_blocks},), one a block."
-                )
+                raise KeyError(f"No parameter {name!r} in this optimizer (such as {next(iter(known))!r}).")
+            shape = (known[name][1].num_blocks,)
+            if tuple(scale.shape) != shape:
+                raise ValueError(f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be {shape}, one a block.")
             wrong = scale[~(torch.isfinite(scale) & (scale >= 0))]
             if len(wrong):
                 raise ValueError(f"Invalid scale for {name!r}: {wrong[0].item()}. Must be finite and >= 0.")
         for group in self.param_groups:
             self._init_group(group, only_with_gradient=False)
-        for name, scale in scales.items():
+        for name, scale in given.items():
             self.state[known[name][0]]["scale"].copy_(scale)
         self._note_scaled()
 
@@ -183,38 +192,79 @@ class BlockOptimizer(torch.optim.Optimizer):
         return torch.compiler.is_compiling() or self._scaled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in `torch.optim`; `blocks` may hold what `param_groups(model)` puts there."""
+        """Add a group, as in `torch.optim`; `blocks` may hold what `param_groups(model)` puts there.
+
+        Raises:
+            ValueError: If an option is out of range, or the blocks do not fit. The group is not added then.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("blocks", None)
-        if group["blocks"] is not None:
-            if len(group["blocks"]) != len(group["params"]):
+        try:
+            choose("nonfinite", group["nonfinite"], ("raise", "skip"))
+            check_range("lr", group["lr"])
+            check_range("weight_decay", group["weight_decay"])
+            self._check_group(group)
+            if len(blocks_of(group)) != len(group["params"]):
                 raise ValueError(
                     f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} parameters. Must be one each."
                 )
             for parameter, blocks in zip(group["params"], blocks_of(group)):
                 blocks.check(tuple(parameter.shape))
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, of this optimizer or of the `torch.optim` one that it equals.
 
-        `torch.optim` casts every floating state to the dtype of its parameter. Here states keep the dtype they were saved in:
-        a float32 second moment of bfloat16 weights stays what it was.
+        As in `torch.optim`, the options saved with it take the place of those given here. Unlike there, states keep the dtype
+        they were saved in: a float32 second moment of bfloat16 weights stays what it was.
+
+        Raises:
+            ValueError: If a saved state has the wrong shape, or is none that this optimizer knows (such as that of `amsgrad`).
         """
         blocks = [group["blocks"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, known, saved in zip(self.param_groups, blocks, state_dict["param_groups"]):
+        loaded: list[dict[str, Any]] = []
+        # Registered last, so it sees what the user's own hooks have made of the checkpoint.
+        hook = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(self._check_loaded(final)))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        for group, known, saved in zip(self.param_groups, blocks, loaded[0]["param_groups"]):
             for key, default in {**self.defaults, "blocks": known}.items():
                 group.setdefault(key, default)
             for index, parameter, entry in zip(saved["params"], group["params"], blocks_of(group)):
-                if index not in state_dict["state"]:
+                if index not in loaded[0]["state"]:
                     continue
                 state = self.state[parameter]
-                for key, value in state_dict["state"][index].items():
+                for key, value in loaded[0]["state"][index].items():
                     if isinstance(value, Tensor) and key != "step" and value.dtype != state[key].dtype:
                         state[key] = value.to(device=parameter.device, copy=True)
                 state.setdefault("scale", torch.ones(entry.num_blocks, dtype=torch.float32, device=parameter.device))
         self._note_scaled()
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Give back the checkpoint, or raise `ValueError` for a state that does not fit its parameter: a fused kernel would read beyond its end."""
+        for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group = {**mine, **saved, "params": mine["params"]}
+            for index, name, parameter, blocks in zip(saved["params"], names_of(mine), mine["params"], blocks_of(group)):
+                like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                expected = {**self._new_state(like, blocks, group), "scale": torch.empty(blocks.num_blocks, device="meta")}
+                for key, value in state_dict["state"].get(index, {}).items():
+                    if value is None:
+                        continue
+                    if key not in expected:
+                        raise ValueError(
+                            f"The checkpoint has a state {key!r} for {name!r}, which {type(self).__name__} does not know."
+                        )
+                    if isinstance(value, Tensor) and value.shape != expected[key].shape:
+                        raise ValueError(
+                            f"The checkpoint's {key!r} of {name!r} has shape {tuple(value.shape)}. "
+                            f"Must be {tuple(expected[key].shape)} for the options it was saved with."
+                        )
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled}  # type: ignore[no-untyped-call]
@@ -230,11 +280,6 @@ def blocks_of(group: dict[str, Any]) -> list[Blocks]:
 def names_of(group: dict[str, Any]) -> list[str]:
     """The names of a group's parameters; without any, their shapes, for messages."""
     return group.get("param_names") or [f"parameter of shape {tuple(p.shape)}" for p in group["params"]]
-
-
-def unnamed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer was made without parameter names."""
-    return not any("param_names" in group for group in optimizer.param_groups)
 
 
 def check_supported(parameter: Tensor) -> None:
@@ -256,8 +301,8 @@ def check_learning_rate(lr: float | Tensor) -> None:
 
 def check_range(name: str, value: float | Tensor, high: float = math.inf) -> None:
     """Raise `ValueError` unless 0 <= value < high."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have one element.")
+    if isinstance(value, Tensor) and value.ndim != 0:
+        raise ValueError(f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: torch.tensor(1e-3).")
     if not 0.0 <= float(value) < high:
         bound = "finite and >= 0" if high == math.inf else f"in [0, {high})"
         raise ValueError(f"Invalid {name}={float(value)}. Must be {bound}.")
@@ -296,7 +341,6 @@ def decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
 
-@torch.compiler.disable
 def all_finite(entries: list[Entry], magnitudes: list[Tensor]) -> bool:
     """Whether the magnitudes are finite on all ranks. This waits for the device: it is the one place of a step that does."""
     by_device: dict[torch.device, list[Tensor]] = {}

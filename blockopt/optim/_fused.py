@@ -11,11 +11,13 @@ FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_kernel_serves(*columns: list[Tensor]) -> bool:
-    """Whether a fused kernel can work on the rows of `columns`: one dtype a row, contiguous, on a device that has it."""
+    """Whether a fused kernel can work on the rows of `columns`: one dtype and shape a row, contiguous, on a device that has it."""
     if torch.compiler.is_compiling():
         return False
     return all(
-        t.device.type in FUSED_DEVICES and t.dtype == row[0].dtype and t.is_contiguous() for row in zip(*columns) for t in row
+        t.device.type in FUSED_DEVICES and t.dtype == row[0].dtype and t.shape == row[0].shape and t.is_contiguous()
+        for row in zip(*columns)
+        for t in row
     )
 
 

@@ -71,8 +71,6 @@ class BlockAdamW(BlockOptimizer):
         maximize: bool = False,
         nonfinite: str = "raise",
     ) -> None:
-        check_range("lr", lr)
-        check_adamw_options(betas, eps, weight_decay, second_moment, momentum_dtype)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -86,10 +84,13 @@ class BlockAdamW(BlockOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in `torch.optim`; `blocks` may hold what `param_groups(model)` puts there."""
-        super().add_param_group(param_group)
-        check_block_moment_has_blocks(self.param_groups[-1])
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_adamw_options(group)
+        if group["second_moment"] == "block" and group["blocks"] is None:
+            raise ValueError(
+                "second_moment='block' needs to know the blocks, and a whole tensor as one block trains badly. "
+                "Pass blockopt.param_groups(model) instead of model.parameters()."
+            )
 
     def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
         return new_adamw_state(parameter, blocks, group)
@@ -101,25 +102,13 @@ class BlockAdamW(BlockOptimizer):
         adamw_update(entries, magnitudes, group, self._scaled_step())
 
 
-def check_adamw_options(
-    betas: tuple[float, float], eps: float, weight_decay: float, second_moment: str, momentum_dtype: torch.dtype | None
-) -> None:
-    """Raise `ValueError` for options out of range."""
-    check_range("betas[0]", betas[0], high=1.0)
-    check_range("betas[1]", betas[1], high=1.0)
-    check_range("eps", eps)
-    check_range("weight_decay", weight_decay)
-    choose("second_moment", second_moment, ("coordinate", "block"))
-    choose("momentum_dtype", momentum_dtype, (None, torch.float32, torch.bfloat16))
-
-
-def check_block_moment_has_blocks(group: dict[str, Any]) -> None:
-    """Raise `ValueError` if a second moment a block is asked for parameters whose blocks are not known."""
-    if group["second_moment"] == "block" and group["blocks"] is None:
-        raise ValueError(
-            "second_moment='block' needs to know the blocks, and a whole tensor as one block trains badly. "
-            "Pass blockopt.param_groups(model) instead of model.parameters()."
-        )
+def check_adamw_options(group: dict[str, Any]) -> None:
+    """Raise `ValueError` for options of AdamW that are out of range."""
+    check_range("betas[0]", group["betas"][0], high=1.0)
+    check_range("betas[1]", group["betas"][1], high=1.0)
+    check_range("eps", group["eps"])
+    choose("second_moment", group["second_moment"], ("coordinate", "block"))
+    choose("momentum_dtype", group["momentum_dtype"], (None, torch.float32, torch.bfloat16))
 
 
 def new_adamw_state(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from blockopt.optim.adamw import (
     adamw_magnitudes,
     adamw_update,
     check_adamw_options,
-    check_block_moment_has_blocks,
     new_adamw_state,
 )
 from blockopt.split import Split
@@ -87,11 +86,6 @@ class BlockMuon(BlockOptimizer):
         maximize: bool = False,
         nonfinite: str = "raise",
     ) -> None:
-        check_range("lr", lr)
-        check_range("momentum", momentum, high=1.0)
-        check_adamw_options(betas, eps, weight_decay, second_moment, None)
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"Invalid iterations={iterations}. Must be an integer >= 1.")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -109,16 +103,16 @@ class BlockMuon(BlockOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in `torch.optim`; `blocks` must hold what `param_groups(model)` puts there."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_range("momentum", group["momentum"], high=1.0)
+        check_adamw_options(group)
+        if not isinstance(group["iterations"], int) or group["iterations"] < 1:
+            raise ValueError(f"Invalid iterations={group['iterations']}. Must be an integer >= 1.")
         if group["blocks"] is None:
             raise ValueError(
                 "BlockMuon needs to know which matrices are embeddings, heads or hidden. "
                 "Pass blockopt.param_groups(model) instead of model.parameters()."
             )
-        check_block_moment_has_blocks(group)
 
     def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
         if is_hidden_matrix(parameter, blocks):

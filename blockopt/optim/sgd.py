@@ -58,11 +58,6 @@ class BlockSGD(BlockOptimizer):
         maximize: bool = False,
         nonfinite: str = "raise",
     ) -> None:
-        check_range("lr", lr)
-        check_range("momentum", momentum, high=1.0)
-        check_range("weight_decay", weight_decay)
-        if nesterov and momentum == 0:
-            raise ValueError("Invalid nesterov=True with momentum=0. Nesterov needs a momentum, such as 0.9.")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -73,6 +68,11 @@ class BlockSGD(BlockOptimizer):
         }
         super().__init__(params, defaults)
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_range("momentum", group["momentum"], high=1.0)
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("Invalid nesterov=True with momentum=0. Nesterov needs a momentum, such as 0.9.")
+
     def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
         if group["momentum"] == 0:
             return {}
@@ -82,6 +82,8 @@ class BlockSGD(BlockOptimizer):
         lr, momentum = group["lr"], group["momentum"]
         columns = [[local(entry.parameter) for entry in entries], [local(entry.gradient) for entry in entries]]
         if momentum:
+            for entry in entries:  # a schedule may turn momentum on after steps without
+                entry.state.setdefault("momentum_buffer", torch.zeros_like(entry.parameter))
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
         if not self._scaled_step() and not isinstance(lr, Tensor) and fused_kernel_serves(*columns):
             _fused_update(columns, group)
