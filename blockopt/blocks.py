@@ -254,7 +254,7 @@ def param_groups(
         by: One group a role (a fused matrix is a role of its own), or one a parameter.
 
     Returns:
-        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and `weight_decay` where it is set.
+        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and `weight_decay` where set.
 
     Raises:
         ValueError: If `blocks` does not cover the trainable parameters exactly.

@@ -357,3 +357,72 @@ def test_scales_given_back_are_copies(make):
     optimizer.set_block_scales(random_scales(optimizer))
     optimizer.block_scales()["ln_f.weight"].zero_()
     assert optimizer.block_scales()["ln_f.weight"].item() > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_decay": math.nan}, {"betas": (2.0, 3.0)}, {"eps": -1.0}, {"nonfinite": "ignore"}, {"second_moment": "row"}],
+)
+def test_bad_options_of_a_group_are_refused_and_it_is_not_added(options):
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()))
+    count = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match=f"Invalid {next(iter(options))}"):
+        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(2)))], **options})
+    assert len(optimizer.param_groups) == count
+
+
+def test_weight_decay_of_the_optimizer_reaches_matrices_only():
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()), weight_decay=0.03)
+    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert decays["h.0.mlp.c_fc.weight"] == decays["wte.weight"] == 0.03
+    assert decays["ln_f.weight"] == decays["h.0.mlp.c_fc.bias"] == 0.0
+
+
+def test_checkpoint_that_does_not_fit_is_refused():
+    model = tiny_gpt()
+    block = blockopt.BlockAdamW(blockopt.param_groups(model), second_moment="block")
+    train(model, block, range(1))
+    saved = block.state_dict()
+    for group in saved["param_groups"]:
+        group["second_moment"] = "coordinate"
+    with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'wte\.weight' has shape \(19,\). Must be \(19, 16\)"):
+        blockopt.BlockAdamW(blockopt.param_groups(model)).load_state_dict(saved)
+    amsgrad = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    train(model, amsgrad, range(1))
+    with pytest.raises(ValueError, match=r"'max_exp_avg_sq'.*does not know"):
+        blockopt.BlockAdamW(model.parameters()).load_state_dict(amsgrad.state_dict())
+
+
+def test_state_keeps_its_dtype_behind_a_load_hook():
+    """A hook that reorders the checkpoint is obeyed also where dtypes are put right."""
+    first, second = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = blockopt.BlockAdamW([first, second], momentum_dtype=torch.float32)
+    first.grad, second.grad = torch.ones_like(first), 3 * torch.ones_like(second)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = blockopt.BlockAdamW([second, first], momentum_dtype=torch.float32)
+    other.register_load_state_dict_pre_hook(lambda _, d: {**d, "state": {0: d["state"][1], 1: d["state"][0]}})
+    other.load_state_dict(saved)
+    for parameter in (first, second):
+        assert other.state[parameter]["exp_avg"].dtype == torch.float32
+        assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_scales_beyond_float32_and_duplicate_names_are_refused():
+    model = tiny_gpt()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model))
+    with pytest.raises(ValueError, match=r"inf\. Must be finite"):
+        optimizer.set_block_scales({"ln_f.weight": torch.tensor([1e39], dtype=torch.float64)})
+    twice = blockopt.BlockAdamW(blockopt.param_groups(model) + blockopt.param_groups(tiny_gpt()))
+    with pytest.raises(ValueError, match=r"two parameters are named 'wte\.weight'"):
+        twice.block_scales()
+
+
+def test_momentum_turned_on_later_starts_from_zero():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = blockopt.BlockSGD([weight], lr=1.0)
+    for momentum in (0.0, 0.5, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.tolist() == [-1 - 1 - 1.5] * 2

@@ -246,7 +246,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._note_scaled()
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Give back the checkpoint, or raise `ValueError` for a state that does not fit its parameter: a fused kernel would read beyond its end."""
+        """Give back the checkpoint, or raise `ValueError` for a state that does not fit its parameter.
+
+        A fused kernel would read beyond the end of one that is too small.
+        """
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
             group = {**mine, **saved, "params": mine["params"]}
             for index, name, parameter, blocks in zip(saved["params"], names_of(mine), mine["params"], blocks_of(group)):

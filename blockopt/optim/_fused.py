@@ -11,7 +11,7 @@ FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_kernel_serves(*columns: list[Tensor]) -> bool:
-    """Whether a fused kernel can work on the rows of `columns`: one dtype and shape a row, contiguous, on a device that has it."""
+    """Whether a fused kernel can work on the rows of `columns`: one dtype and shape a row, contiguous, on a known device."""
     if torch.compiler.is_compiling():
         return False
     return all(

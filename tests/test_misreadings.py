@@ -1,0 +1,58 @@
+"""Modules that look like ones we know, and are not."""
+
+import pytest
+from torch import nn
+
+from blockopt import Split, find_blocks
+
+
+def module(type_name, attributes, **children):
+    made = type(type_name, (nn.Module,), {})()
+    for name, value in {**attributes, **children}.items():
+        setattr(made, name, value)
+    return made
+
+
+HEADS = {"num_heads": 2, "head_dim": 8}
+
+
+def test_unknown_storage_order_raises():
+    attention = module("CodeGenAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight.*interleaved by head.*overrides="):
+        find_blocks(attention)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        module("AttentionCl", {**HEADS, "head_first": True}, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16)),
+        module("GPTBigCodeAttention", {**HEADS, "multi_query": False}, c_attn=nn.Linear(16, 48), c_proj=nn.Linear(16, 16)),
+        module("MiniMaxLightningAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_fused_by_head_is_not_read_as_contiguous(attention):
+    fused = next(b for b in find_blocks(attention).values() if b.roles == ("query", "key", "value"))
+    assert fused.split == Split(0, (8, 8, 8), (1, 1, 1), repeat=2)
+
+
+def test_classifier_of_a_plain_net_is_no_mlp():
+    net = module("Net", {}, conv1=nn.Conv2d(1, 4, 3), fc1=nn.Linear(64, 32), fc2=nn.Linear(32, 10))
+    roles = {name: b.roles for name, b in find_blocks(net).items() if name.endswith("weight")}
+    assert set(roles.values()) == {("other",)}
+
+
+def test_output_of_an_mlp_beside_attention_is_no_output_projection():
+    attention = module("SelfAttention", HEADS, query=nn.Linear(16, 16), key=nn.Linear(16, 16), value=nn.Linear(16, 16))
+    wide, narrow = module("Up", {}, dense=nn.Linear(16, 64)), module("Down", {}, dense=nn.Linear(64, 16))
+    layer = module("Layer", {}, attention=attention, intermediate=wide, output=narrow)
+    blocks = find_blocks(layer)
+    assert blocks["output.dense.weight"].roles == ("mlp_out",)
+    assert blocks["attention.value.weight"].roles == ("value",)
+
+
+def test_sizes_that_fit_no_heads_raise_until_overridden():
+    attention = module("Attention", {"num_heads": 4}, qkv=nn.Linear(16, 42), proj=nn.Linear(14, 16))
+    with pytest.raises(ValueError, match="overrides="):
+        find_blocks(attention)
+    assert len(find_blocks(attention, overrides={"*": "other"})) == 4
