@@ -119,6 +119,8 @@ def find_blocks(
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    layers = {name: _layer(name, lists) for name in names.values()}
     chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
     found = _find_layouts(model, per_head, per_row)
     blocks: dict[str, Blocks] = {}
@@ -133,15 +135,21 @@ def find_blocks(
                 f"overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as {{{pattern!r}: 'other'}}."
             )
         elif layout is None:
-            blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",), _layer(name))
+            blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
         else:
-            blocks[name] = Blocks(layout.roles, _layer(name), layout.split)
+            blocks[name] = Blocks(layout.roles, None, layout.split)
+        if blocks[name].layer is None:
+            blocks[name] = blocks[name]._replace(layer=layers[name])
         blocks[name].check(tuple(parameter.shape))
     return blocks
 
 
-def _layer(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+def _layer(name: str, lists: Collection[str]) -> int | None:
+    """The first index into one of the module lists that a name goes through, or else its first number."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    inside = [i for i in numbers if ".".join(parts[:i]) in lists]
+    return next((int(parts[i]) for i in (*inside, *numbers)), None)
 
 
 def _pattern(name: str) -> str:
@@ -171,7 +179,7 @@ def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tu
                 blocks.check(shapes[name])
             except ValueError as error:
                 raise ValueError(f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}") from None
-            chosen[name] = blocks if blocks.layer is not None else blocks._replace(layer=_layer(name))
+            chosen[name] = blocks
     return chosen
 
 
@@ -187,7 +195,8 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
         passes[1] |= layouts.attention_layouts(module, parent, per_head)
         passes[2] |= layouts.mlp_layouts(module, per_row)
         passes[3] |= _norm_layouts(module)
-        if module is head or (attribute in layouts.HEAD_NAMES and _layer(name) is None):
+        in_layer = any(part.isdecimal() for part in name.split("."))
+        if module is head or (attribute in layouts.HEAD_NAMES and not in_layer):
             linear = layouts.read_linear(module)
             if linear:
                 passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)

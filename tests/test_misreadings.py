@@ -56,3 +56,10 @@ def test_sizes_that_fit_no_heads_raise_until_overridden():
     with pytest.raises(ValueError, match="overrides="):
         find_blocks(attention)
     assert len(find_blocks(attention, overrides={"*": "other"})) == 4
+
+
+def test_layer_is_the_index_into_the_list_of_layers():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), num_layers=3, enable_nested_tensor=False)
+    blocks = find_blocks(nn.Sequential(encoder, nn.Linear(16, 2)))
+    assert blocks["0.layers.2.self_attn.out_proj.weight"].layer == 2
+    assert blocks["1.weight"].layer == 1

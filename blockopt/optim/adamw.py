@@ -41,8 +41,8 @@ class BlockAdamW(BlockOptimizer):
         compiled: Update large matrices by kernels that torch compiles on first use: one pass through memory, rather than
             several, where second moments or scales differ by block. Needs what `torch.compile` needs.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient is not finite: `"raise"`, or `"skip"` the step, count it in
-            `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
+            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `second_moment="block"` without blocks.
@@ -156,9 +156,7 @@ def _adamw_update(
     if group["second_moment"] == "block":
         exp_avg_sqs = [entry.state["exp_avg_sq"] for entry in entries]
         torch._foreach_lerp_(exp_avg_sqs, [m.to(v.dtype) for m, v in zip(magnitudes, exp_avg_sqs)], 1 - beta2)
-        denominators = torch._foreach_div(exp_avg_sqs, correction2)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
+        denominators = _denominators(exp_avg_sqs, correction2, group["eps"])
         sizes = [entry.state["scale"] / d * (group["lr"] / correction1) for entry, d in zip(entries, denominators)]
         _scaled_momentum_update(parameters, gradients, exp_avgs, spread(entries, sizes), step, group)
         return
@@ -174,6 +172,14 @@ def _adamw_update(
     else:
         scales = scales or [p.new_ones((1,) * p.ndim) for p in parameters]
         _foreach_update(parameters, gradients, exp_avgs, exp_avg_sqs, scales, step, group)
+
+
+def _denominators(exp_avg_sqs: list[Tensor], correction: float | Tensor, eps: float) -> list[Tensor]:
+    """`sqrt(v / correction) + eps`."""
+    denominators = list(torch._foreach_div(exp_avg_sqs, correction))
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    return denominators
 
 
 def block_mean_squares(gradient: Tensor, blocks: Blocks) -> Tensor:
@@ -292,9 +298,7 @@ def _foreach_update(
         torch._foreach_mul_(vs, beta2)
         torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
         momenta = lerp_momentum(ms, gs, 1 - beta1, *noises)
-        denominators = torch._foreach_div(vs, correction2)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
+        denominators = _denominators(vs, correction2, group["eps"])
         decay(ps, group)
         factors = [s * (group["lr"] / correction1) for s in ss]
         updates = torch._foreach_div(momenta, denominators)

@@ -24,9 +24,15 @@ MATRIX_ROLES = HEAD_ROLES | {"mlp_in", "mlp_gate", "mlp_out"}
 # Entries orthogonalised in one batch: enough to fill the device, few enough to bound the memory of temporaries.
 CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# A CPU with instructions for bfloat16 multiplies it twice as fast as float32; one without is far slower at it.
-BFLOAT16_INSTRUCTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-CPU_DTYPE = torch.bfloat16 if any(getattr(torch.cpu, name, bool)() for name in BFLOAT16_INSTRUCTIONS) else torch.float32
+
+
+def fastest_cpu_dtype() -> torch.dtype:
+    """A CPU with instructions for bfloat16 multiplies it twice as fast as float32; one without is far slower at it."""
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return torch.bfloat16 if any(check is not None and check() for check in checks) else torch.float32
+
+
+CPU_DTYPE = fastest_cpu_dtype()
 
 
 class BlockMuon(BlockOptimizer):
@@ -56,8 +62,8 @@ class BlockMuon(BlockOptimizer):
         eps: Of AdamW.
         second_moment: Of AdamW, `"coordinate"` or `"block"`.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient is not finite: `"raise"`, or `"skip"` the step, count it in
-            `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
+            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `params` carry no blocks.

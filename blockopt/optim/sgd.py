@@ -31,8 +31,8 @@ class BlockSGD(BlockOptimizer):
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         nesterov: Look ahead by one step of momentum.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient is not finite: `"raise"`, or `"skip"` the step, count it in
-            `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
+            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range.
