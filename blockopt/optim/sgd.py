@@ -83,7 +83,8 @@ class BlockSGD(BlockOptimizer):
         columns = [[local(entry.parameter) for entry in entries], [local(entry.gradient) for entry in entries]]
         if momentum:
             for entry in entries:  # a schedule may turn momentum on after steps without
-                entry.state.setdefault("momentum_buffer", torch.zeros_like(entry.parameter))
+                if "momentum_buffer" not in entry.state:
+                    entry.state["momentum_buffer"] = torch.zeros_like(entry.parameter)
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
         if not self._scaled_step() and not isinstance(lr, Tensor) and fused_kernel_serves(*columns):
             _fused_update(columns, group)
