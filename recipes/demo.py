@@ -148,9 +148,9 @@ def main() -> None:
         table.add_row(arm, f"{best[arm]:g}{at_edge}", f"{statistics.fmean(final):.3f}{spread}", f"{state_bytes(arm):.2f}")
     console.print(table)
     console.print(
-        f"{options.steps} steps; mean ± standard error over {options.seeds} test seeds, in nats a byte. 'edge': the best"
+        f"{options.steps} steps; mean ± standard error over {options.seeds} test seeds, in nats a byte. 'edge': the best learning "
+        "rate stands at the end of the list, so --rates should be extended before drawing conclusions."
     )
-    console.print("learning rate stands at the end of the list, so --rates should be extended before drawing conclusions.")
     options.output.mkdir(parents=True, exist_ok=True)
     plot({arm: [r.losses for r in tested if r.arm == arm] for arm in ARMS}, options.output / "demo.png")
     console.print(f"Training curves: {options.output / 'demo.png'}")
@@ -178,8 +178,8 @@ def plot(curves: dict[str, list[tuple[float, ...]]], path: Path) -> None:
         mean = [statistics.fmean(losses) for losses in zip(*runs)]
         smooth = [statistics.fmean(mean[max(0, i - 9) : i + 1]) for i in range(len(mean))]
         axes.plot(range(1, len(mean) + 1), smooth, style, label=name)
-    axes.set(xlabel="step", ylabel="training loss (nats a byte)", yscale="log", title="Each at its best learning rate")
-    axes.grid(alpha=0.3, which="both")
+    axes.set(xlabel="step", ylabel="training loss (nats a byte)", title="Each at its best learning rate")
+    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
 
