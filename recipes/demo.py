@@ -148,8 +148,8 @@ def main() -> None:
         table.add_row(arm, f"{best[arm]:g}{at_edge}", f"{statistics.fmean(final):.3f}{spread}", f"{state_bytes(arm):.2f}")
     console.print(table)
     console.print(
-        f"{options.steps} steps; mean ± standard error over {options.seeds} test seeds, in nats a byte. 'edge': the best learning "
-        "rate stands at the end of the list, so --rates should be extended before drawing conclusions."
+        f"{options.steps} steps; mean ± standard error over {options.seeds} test seeds, in nats a byte. 'edge': the best "
+        "learning rate stands at the end of the list, so --rates should be extended before drawing conclusions."
     )
     options.output.mkdir(parents=True, exist_ok=True)
     plot({arm: [r.losses for r in tested if r.arm == arm] for arm in ARMS}, options.output / "demo.png")
