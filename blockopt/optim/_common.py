@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Entry(NamedTuple):
     state: dict[str, Any]
 
 
-class BlockOptimizer(torch.optim.Optimizer):
+class BlockOptimizer(torch.optim.Optimizer, ABC):
     """Base of the optimizers: `p -= lr * scale[block] * direction`, where the subclass gives the direction.
 
     The block scales live in the state of each parameter as a float32 tensor, `state[p]["scale"]`, changed in place by
@@ -43,21 +44,21 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._scaled = False
         super().__init__(params, defaults)
 
+    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for options of a group that are out of range."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abstractmethod
     def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter before its first step, without `scale`."""
-        raise NotImplementedError  # pragma: no cover
 
     def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
         """Tensors that are finite exactly if the gradients are; a subclass may return sums that its update needs too."""
         return gradient_norms([entry.gradient for entry in entries])
 
+    @abstractmethod
     def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
         """Update the parameters and states of a group."""
-        raise NotImplementedError  # pragma: no cover
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
