@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
     return torch.tensor(along).view(view).expand(shape)
 
 
-class Reference:
+class Reference(ABC):
     """Holds copies of the parameters, the blocks, the scales and the moments of one optimizer."""
 
     def __init__(self, parameters: dict[str, Tensor], blocks: dict[str, Blocks], decays: dict[str, float], **options):
@@ -49,8 +50,9 @@ class Reference:
             direction = self.direction(name, gradient)
             self.p[name] = p - lr * self.decays[name] * p - lr * scale * direction
 
+    @abstractmethod
     def direction(self, name: str, g: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What the learning rate and the block scale multiply."""
 
 
 class ReferenceAdamW(Reference):
