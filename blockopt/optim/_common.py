@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockopt._sharding import largest_over_ranks, local, local_part
 from blockopt.blocks import Blocks, from_plain
-from blockopt.optim._sharding import largest_over_ranks, local, local_part
 from blockopt.split import expand
 
 WHOLE = Blocks(("other",))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockopt._sharding import full, is_sharded, local, local_part
 from blockopt.blocks import Blocks
 from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, decay, gradient_norms
-from blockopt.optim._sharding import full, is_sharded, local, local_part
 from blockopt.optim.adamw import (
     adamw_magnitudes,
     adamw_update,
