@@ -81,10 +81,10 @@ def block_scales(
     values = torch.cat([curvature[name].detach().cpu().double() for name in blocks])
     group = _groups(blocks, by)
     pooled = _pool(values, numel, group)
+    scales = _scales(_positive(pooled), torch.bincount(group, numel), power, bounds)
     strange = ~torch.isfinite(values) & (pooled[group] != -math.inf)
     _warn("not finite, left out of its group or else counted as the sharpest measured,", strange, blocks)
     _warn("not positive, counted as the flattest measured,", pooled[group] <= 0, blocks)
-    scales = _scales(_positive(pooled), torch.bincount(group, numel), power, bounds)
     return _by_name(scales.float()[group], blocks)
 
 
