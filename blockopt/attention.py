@@ -116,13 +116,14 @@ class _Recorder(TorchFunctionMode):
             stack.callback(after.remove)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.running.append(_Running(name, module, args, kwargs, len(self.calls)))
+        if not _in_backward():
+            self.running.append(_Running(name, module, args, kwargs, len(self.calls)))
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.running or self.running[-1].name != name:
-            return  # another hook raised before ours could enter
+            return  # in a backward pass, or another hook raised before ours could enter
         entered = self.running.pop()
-        raised = output is None  # as when activation checkpointing has recomputed enough
+        raised = output is None
         if name in self.attention and len(self.calls) == entered.calls_before and not raised:
             self.unseen[name] = None
 
@@ -144,7 +145,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         output = sdpa(*args, **kwargs)
-        if self.running:  # else the call is not of this model
+        if self.running and not _in_backward():  # else the call is not of a forward pass of this model
             self.calls.append(_read_call(self.running, output, *args, **kwargs))
         return output
 
@@ -177,8 +178,8 @@ def capture_attention(model: nn.Module) -> Iterator[list[AttentionCall]]:
     Outputs and gradients are those without capture, bit by bit; only the inference fast path of the `nn.Transformer` layers and
     `torch.compile` are off inside the context, and with them their rounding. Hooks and patches are gone when it is left.
 
-    The list keeps the tensors and their graph alive: capture a small batch, and drop the list when done. Leave the context
-    before the backward pass if the model uses activation checkpointing, which would run and record the forward again.
+    The list keeps the tensors and their graph alive: capture a small batch, and drop the list when done. What activation
+    checkpointing runs again in the backward pass is not recorded again; with `use_reentrant=True` the tensors have no graph.
 
     Seen is what calls `F.scaled_dot_product_attention`: own code, transformers with `attn_implementation="sdpa"`, timm with
     `fused_attn`, `nn.MultiheadAttention` with `need_weights=False`, as the `nn.Transformer` layers use it. Not seen are eager
@@ -210,6 +211,11 @@ def capture_attention(model: nn.Module) -> Iterator[list[AttentionCall]]:
         stack.enter_context(recorder)
         yield recorder.calls
     recorder.check()
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running, so that a forward inside of it is a repetition: see `torch.utils.module_tracker`."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _holds_query(module: nn.Module) -> bool:
