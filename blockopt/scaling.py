@@ -67,8 +67,6 @@ def block_scales(
         >>> block_scales(curvature, model, bounds=(0.5, 2.0))["self_attn.in_proj_weight"]
         tensor([2.0000, 2.0000, 2.0000, 2.0000, 0.8128, 0.8128])
     """
-    if by not in get_args(Level):
-        raise ValueError(f"Invalid by={by!r}. Must be one of {', '.join(map(repr, get_args(Level)))}.")
     if not math.isfinite(power):
         raise ValueError(f"Invalid power={power}. Must be finite.")
     if not 1e-38 <= bounds[0] <= 1 <= bounds[1] <= 1e38:  # what float32 can hold
@@ -79,7 +77,7 @@ def block_scales(
         if (shape := tuple(curvature[name].shape)) != (entry.num_blocks,):
             raise ValueError(f"Invalid curvature of shape {shape} for {name!r}. Must be {(entry.num_blocks,)}, one a block.")
     values = torch.cat([curvature[name].detach().cpu().double() for name in blocks])
-    group = _groups(blocks, by)
+    group = torch.cat(list(block_groups(blocks, by)[1].values()))
     pooled = _pool(values, numel, group)
     scales = _scales(_positive(pooled), torch.bincount(group, numel), power, bounds)
     strange = ~torch.isfinite(values) & (pooled[group] != -math.inf)
@@ -135,15 +133,26 @@ def _check_names(what: str, given: Mapping[str, Any], trainable: Mapping[str, An
         raise ValueError(f"Invalid {what}: lacks {missing[:3]}, and has {extra[:3]} that are not trained. They must match.")
 
 
-def _groups(blocks: Mapping[str, Blocks], by: Level) -> Tensor:
-    """The number of the group that each block is pooled in."""
+def block_groups(blocks: Mapping[str, Blocks], by: Level) -> tuple[list[str], dict[str, Tensor]]:
+    """The groups of blocks that `block_scales` pools: their labels, and for each parameter the group number of each block.
+
+    Example:
+        >>> block_groups(find_blocks(nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)), "role")[0]
+        ['query', 'key', 'value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
+    """
+    if by not in get_args(Level):
+        raise ValueError(f"Invalid by={by!r}. Must be one of {', '.join(map(repr, get_args(Level)))}.")
     if by == "head":
-        return torch.arange(sum(entry.num_blocks for entry in blocks.values()))
-    groups, numbers = [], dict[tuple[object, str], int]()
+        labels = [f"{name}[{index}]" for name, entry in blocks.items() for index in range(entry.num_blocks)]
+        numbers = torch.arange(len(labels))
+        return labels, _by_name(numbers, blocks)
+    found: dict[str, int] = {}
+    groups = {}
     for name, entry in blocks.items():
-        place = {"role": None, "layer": entry.layer, "tensor": name}[by]
-        groups.append(_per_block([numbers.setdefault((place, role), len(numbers)) for role in entry.roles], entry))
-    return torch.cat(groups)
+        layer = "" if entry.layer is None else f"{entry.layer}."
+        prefix = {"role": "", "layer": layer, "tensor": f"{name}:"}[by]
+        groups[name] = _per_block([found.setdefault(prefix + role, len(found)) for role in entry.roles], entry)
+    return list(found), groups
 
 
 def _per_block(values: list[Any], entry: Blocks) -> Tensor:

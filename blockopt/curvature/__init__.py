@@ -1,0 +1,8 @@
+"""Curvature of the blocks, one estimator a file. Each gives `{parameter name: mean curvature of each block}`."""
+
+from blockopt.curvature.directional import AlongUpdate, along_update, directional
+from blockopt.curvature.gauss_newton import gauss_newton
+from blockopt.curvature.gradient import gradient
+from blockopt.curvature.hutchinson import hutchinson
+
+__all__ = ["AlongUpdate", "along_update", "directional", "gauss_newton", "gradient", "hutchinson"]

@@ -1,0 +1,189 @@
+"""The loss function as the model calls it: its predictions, and the curvature of the loss in them.
+
+Gauss-Newton needs the Hessian Λ of the loss in the predictions, not only its value. Cross-entropy and squared error have it in
+closed form, block-diagonal in the rows, and a random vector `s` with `E[s sᵀ] = Λ` that costs nothing: labels sampled from the
+model (Schraudolph 2002; Liu et al., Sophia, 2023), or noise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+SEEN = (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits)
+
+
+class LossCall(NamedTuple):
+    """One call of a loss function.
+
+    Attributes:
+        prediction: What the model predicts, in the graph.
+        value: What the function returned, in the graph.
+        class_dim: The dimension of the classes for cross-entropy, None for elementwise losses.
+        probabilities: Of the classes, along the last dimension, for cross-entropy, or of 1 for the binary one.
+        weights: Λ of a row is `diag(p) - p pᵀ` for cross-entropy, and of an element `p (1 - p)` or 1, times this weight and times
+            the derivative of the whole loss by the value.
+        reduced: Whether the value is a scalar.
+    """
+
+    prediction: Tensor
+    value: Tensor
+    class_dim: int | None
+    probabilities: Tensor | None
+    weights: Tensor
+    reduced: bool
+
+
+class CaptureLosses(TorchFunctionMode):
+    """A context in which calls of cross-entropy and squared error are noted in `calls`, however they were imported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[LossCall] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the call."""
+        value = func(*args, **(kwargs or {}))
+        if func in SEEN and isinstance(value, Tensor) and value.requires_grad:
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            self.calls.append(_read(func, bound.arguments, value))
+        return value
+
+
+def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) -> LossCall:
+    prediction, target, weight = arguments["input"], arguments["target"], arguments["weight"]
+    if target.requires_grad:
+        raise ValueError("The target of the loss depends on parameters too. Gauss-Newton needs it fixed: detach it.")
+    reduction = arguments["reduction"]
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        raise ValueError("The loss uses size_average or reduce, which torch has replaced. Use reduction='mean', 'sum' or 'none'.")
+    if func is F.cross_entropy:
+        return _read_cross_entropy(prediction, target, weight, arguments["ignore_index"], reduction, value)
+    if weight is not None or arguments.get("pos_weight") is not None:
+        raise ValueError(f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead.")
+    if prediction.shape != target.shape:
+        raise ValueError(f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape. Make them agree.")
+    number = prediction.numel() if reduction == "mean" else 1
+    detached = prediction.detach().contiguous().to(torch.promote_types(prediction.dtype, torch.float32))
+    probabilities = None if func is F.mse_loss else detached.sigmoid()
+    weights = torch.full_like(detached, 2 / number) if probabilities is None else probabilities * (1 - probabilities) / number
+    return LossCall(prediction, value, None, probabilities, weights, reduction != "none")
+
+
+def _read_cross_entropy(
+    prediction: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, value: Tensor
+) -> LossCall:
+    class_dim = 0 if prediction.ndim == 1 else 1
+    logits = prediction.detach().movedim(class_dim, -1)
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    if target.is_floating_point():
+        if weight is not None:
+            raise ValueError("Cross-entropy with class weights and soft targets has no closed form here. Leave out one of them.")
+        weights = target.movedim(class_dim, -1).sum(-1).to(probabilities)
+        number: Any = weights.numel()
+    else:
+        seen = target != ignore_index
+        weights = seen.to(probabilities) if weight is None else weight.to(probabilities)[target.where(seen, 0)] * seen
+        number = weights.sum()
+    weights = weights / number if reduction == "mean" else weights
+    return LossCall(prediction, value, class_dim, probabilities, weights, reduction != "none")
+
+
+class LossCurvature:
+    """Λ of the whole loss in all predictions, and vectors `s` that stand for it.
+
+    Args:
+        loss: The scalar loss, with its graph.
+        calls: What `CaptureLosses` saw while it was computed.
+
+    Raises:
+        ValueError: If nothing was seen, or if a call enters the loss with a negative sign.
+    """
+
+    def __init__(self, loss: Tensor, calls: list[LossCall]) -> None:
+        derivatives = (
+            torch.autograd.grad(loss, [call.value for call in calls], retain_graph=True, allow_unused=True) if calls else ()
+        )
+        used = [(call, derivative) for call, derivative in zip(calls, derivatives) if derivative is not None]
+        if not used:
+            raise ValueError(
+                "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton needs "
+                "one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use 'hutchinson', 'directional' or "
+                "'secant', which take any loss."
+            )
+        seen = sum(float((call.value.detach() * derivative).sum()) for call, derivative in used)
+        if abs(seen - float(loss.detach())) > 1e-2 * abs(float(loss.detach())):
+            warnings.warn(
+                f"{float(loss.detach()) - seen:.3g} of the loss {float(loss.detach()):.3g} is no cross-entropy or squared error: its "
+                "curvature is left out of Gauss-Newton.",
+                stacklevel=2,
+            )
+        self.predictions = [call.prediction for call, _ in used]
+        self._calls = [call for call, _ in used]
+        self._weights = [call.weights * self._spread(call, derivative) for call, derivative in used]
+        if any(bool((weights < 0).any()) for weights in self._weights):
+            raise ValueError("A cross-entropy or squared error enters the loss with a negative sign: no Gauss-Newton there.")
+
+    @staticmethod
+    def _spread(call: LossCall, derivative: Tensor) -> Tensor:
+        if call.reduced:
+            return derivative.to(call.weights)
+        return derivative.detach().reshape(call.weights.shape).to(call.weights)
+
+    def sample(self, generator: torch.Generator) -> list[Tensor]:
+        """One random `s` for each prediction, independent from row to row, with `E[s sᵀ] = Λ`."""
+        vectors = []
+        for call, weights in zip(self._calls, self._weights):
+            local = _generator_on(generator, weights.device)
+            if call.class_dim is None:
+                signs = torch.randint(0, 2, weights.shape, generator=local, device=weights.device)
+                vector = weights.sqrt() * (2 * signs - 1)
+            else:
+                rows = call.probabilities.flatten(0, -2) if call.probabilities.ndim > 1 else call.probabilities[None]  # type: ignore[union-attr]
+                labels = torch.multinomial(rows, 1, generator=local)  # (rows, 1)
+                vector = self._class_vector(call, weights, labels)
+            vectors.append(vector.to(call.prediction.dtype))
+        return vectors
+
+    def factors(self) -> Iterator[list[Tensor]]:
+        """All vectors `s` of a sum `Σ s sᵀ` that is Λ exactly: one for each class of each row, or one for each element."""
+        for position, (call, weights) in enumerate(zip(self._calls, self._weights)):
+            for row in weights.flatten().nonzero().flatten():
+                one = torch.zeros_like(weights)
+                one.view(-1)[row] = weights.flatten()[row]
+                for index in range(1 if call.probabilities is None or call.class_dim is None else call.probabilities.shape[-1]):
+                    if call.class_dim is None or call.probabilities is None:
+                        vector = one.sqrt()
+                    else:
+                        labels = torch.full((weights.numel(), 1), index, device=weights.device)
+                        vector = self._class_vector(call, one * call.probabilities[..., index], labels)
+                    vectors = [torch.zeros_like(prediction) for prediction in self.predictions]
+                    vectors[position] = vector.to(call.prediction.dtype)
+                    yield vectors
+
+    @staticmethod
+    def _class_vector(call: LossCall, weights: Tensor, labels: Tensor) -> Tensor:
+        """`sqrt(weight) (p - onehot(label))` for each row, in the shape of the prediction."""
+        probabilities: Any = call.probabilities
+        rows = probabilities.reshape(-1, probabilities.shape[-1]).clone()
+        rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
+        rows *= weights.reshape(-1, 1).sqrt()
+        return rows.view(probabilities.shape).movedim(-1, call.class_dim)  # type: ignore[arg-type]
+
+
+def _generator_on(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """The generator, or one on `device` that it seeds."""
+    if generator.device.type == device.type:
+        return generator
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return torch.Generator(device).manual_seed(seed)

@@ -1,0 +1,147 @@
+"""Where attention happens in a model: a captured call, the projections that feed it, and the blocks of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockopt.attention import AttentionCall
+from blockopt.blocks import Blocks
+from blockopt.curvature._attention_forms import Attention, functional_key, functional_query, outer_key, outer_value
+from blockopt.curvature._layers import LayerCall, Use, by_position, squared_sums
+from blockopt.split import expand_along
+
+ROLES = ("query", "key", "value")
+
+
+class Projection:
+    """The part of a weight, and of its bias, that makes the queries, keys or values of a call."""
+
+    def __init__(self, role: str, weight: str, bias: str | None, x: Tensor, y: Tensor | None, blocks: Blocks) -> None:
+        self.weight, self.bias, self.x = weight, bias, x
+        self.mask = torch.tensor([r == role for r in blocks.block_roles])  # which blocks of the weight
+        self.bias_mask = self.mask
+        self.ones = torch.ones_like(x[..., :1])  # the input of the bias
+        self._y, self._blocks = y, blocks
+
+    @cached_property
+    def width(self) -> int:
+        """How many outputs it has."""
+        split = self._blocks.split
+        return self._y.shape[-1] if split is None or self._y is None else int(self._columns.sum())  # type: ignore[union-attr]
+
+    @property
+    def _columns(self) -> Tensor:
+        split = self._blocks.split
+        assert split is not None
+        return self.mask[expand_along(torch.arange(split.num_blocks), split)]
+
+    def heads(self, width: int) -> Tensor | None:
+        """The output before RoPE and norms, (B, heads, S, width), or None if it is not known."""
+        if self._y is None:
+            return None
+        y = self._y if self._blocks.split is None else self._y[..., self._columns.to(self._y.device)]
+        return y.unflatten(-1, (-1, width)).transpose(1, 2)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value a head, summed to one a block of this role."""
+        return values.unflatten(0, (int(self.mask.sum()), -1)).sum(1)
+
+
+class Site:
+    """One attention call with its projections, of which those may be missing that are frozen or not understood."""
+
+    def __init__(self, call: AttentionCall, projections: dict[str, Projection]) -> None:
+        self.call, self.projections = call, projections
+
+    @staticmethod
+    def of(model: nn.Module, call: AttentionCall, index: int, layers: list[LayerCall], blocks: Mapping[str, Blocks]) -> Site:
+        """Find the projections of the call with this index: the linear maps that its module ran just before it."""
+        found: dict[str, Projection] = {}
+        batch, keys = call.query.shape[0], call.key.shape[-2]
+        for layer in layers:
+            inside = layer.module.startswith(f"{call.module}.") or not call.module
+            if layer.kind != "linear" or layer.weight is None or layer.attention_calls != index or not inside:
+                continue
+            for role in {role for role in blocks[layer.weight].roles if role in ROLES}:
+                if layer.x.shape[:2] == (batch, call.query.shape[-2] if role == "query" else keys):
+                    entry = blocks[layer.weight]
+                    found[role] = Projection(role, layer.weight, layer.bias, layer.x, layer.y, entry)
+        module = model.get_submodule(call.module)
+        if isinstance(module, nn.MultiheadAttention) and call.x is not None:
+            found = _torch_projections(call, module, blocks)
+        return Site(call, found)
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The numbers of the call."""
+        key = self.projections.get("key")
+        groups = self.call.key.shape[1] if key is None or key.heads(1) is None else key.width // self.call.key.shape[-1]
+        return Attention.of(self.call, groups)
+
+    def _compare(self, role: str) -> str:
+        """How what attention was given differs from the projection's output: "plain", "rotated" or "other"."""
+        given: Tensor = getattr(self.call, role).detach()
+        heads = self.projections[role].heads(given.shape[-1])
+        if heads is None:
+            return "plain"
+        given = given[:, :: given.shape[1] // heads.shape[1]].to(heads.dtype)  # drops the repetitions of shared heads
+        if torch.allclose(given, heads, rtol=1e-3, atol=1e-5):
+            return "plain"
+        return "rotated" if torch.allclose(given.norm(dim=-1), heads.norm(dim=-1), rtol=1e-2, atol=1e-5) else "other"
+
+    def add_functional(self, traces: dict[str, Tensor], g: Tensor) -> None:
+        """Add the functional part of the query and key blocks, for the gradient g at the attention output."""
+        query, key = self.projections.get("query"), self.projections.get("key")
+        if query is not None and self._compare("query") != "other":
+            traces[query.weight][query.mask] += query.spread(functional_query(self.attention, g, query.x))
+            if query.bias is not None:
+                traces[query.bias][query.bias_mask] += query.spread(functional_query(self.attention, g, query.ones))
+        if key is not None and self._compare("key") != "other":
+            traces[key.weight][key.mask] += key.spread(functional_key(self.attention, g, key.x))
+            if key.bias is not None:
+                traces[key.bias][key.bias_mask] += key.spread(functional_key(self.attention, g, key.ones))
+
+    def add_outer(
+        self, traces: dict[str, Tensor], uses: dict[str, list[Use]], delta: Tensor, blocks: Mapping[str, Blocks], factor: float
+    ) -> None:
+        """Add one factor of Λ for the projections, and take them out of `uses`: for attention above which positions stay apart."""
+        delta = delta.to(self.attention.weights.dtype)
+        names = {name for p in self.projections.values() for name in (p.weight, p.bias) if name in uses and len(uses[name]) == 1}
+        for name in names:
+            use, split = uses.pop(name)[0], blocks[name].split
+            sums = squared_sums([use], split)
+            local = squared_sums([by_position(use)], split)
+            for role, projection in self.projections.items():
+                if name not in (projection.weight, projection.bias):
+                    continue
+                x = projection.x if name == projection.weight else projection.ones
+                if role == "query":
+                    sums = torch.where(projection.mask.to(sums.device), local, sums)
+                elif self._compare(role) == "plain":
+                    form = outer_key if role == "key" else outer_value
+                    sums[projection.mask] = projection.spread(form(self.attention, delta, x)).to(sums)
+            traces[name] += factor * sums.to(traces[name])
+
+
+def _torch_projections(call: AttentionCall, module: nn.MultiheadAttention, blocks: Mapping[str, Blocks]) -> dict[str, Projection]:
+    """The projections of `nn.MultiheadAttention`, which are no modules."""
+    prefix = f"{call.module}." if call.module else ""
+    fused = module.in_proj_weight is not None
+    found = {}
+    for index, role in enumerate(("query", "key")):
+        x = call.x if role == "query" or call.context is None else call.context
+        name, bias = prefix + ("in_proj_weight" if fused else f"{role[0]}_proj_weight"), f"{prefix}in_proj_bias"
+        if x is None or name not in blocks or x.shape[0] != call.query.shape[0]:
+            continue
+        projection = Projection(role, name, bias if bias in blocks else None, x.detach(), None, blocks[name])
+        projection.bias_mask = (torch.arange(3 * module.num_heads) // module.num_heads) == index
+        if role == "key":  # rows that bias_k and add_zero_attn append have no input
+            rows = (0, 0, 0, call.key.shape[-2] - x.shape[1])
+            projection.x, projection.ones = F.pad(projection.x, rows), F.pad(projection.ones, rows)
+        found[role] = projection
+    return found
