@@ -1,4 +1,4 @@
-"""Exact traces of Hessian and Gauss-Newton blocks in float64 from autograd alone, entry by entry: the judge of the estimators."""
+"""Exact traces of Hessian and Gauss-Newton blocks in float64 from autograd alone, entry by entry: they judge the estimators."""
 
 from __future__ import annotations
 

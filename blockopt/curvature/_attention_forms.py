@@ -55,8 +55,8 @@ class Attention(NamedTuple):
         return Attention(weights, call.query.to(weights.dtype), key, value, call.scale, groups)
 
     def by_group(self, x: Tensor) -> Tensor:
-        """(H, …) summed over the query heads of each key head: (G, …)."""
-        return x.unflatten(0, (self.groups, -1)).sum(1)
+        """(H,) summed over the query heads of each key head: (G,)."""
+        return x.view(self.groups, -1).sum(1)
 
 
 def score_derivatives(attention: Attention, g: Tensor) -> Tensor:
@@ -65,33 +65,34 @@ def score_derivatives(attention: Attention, g: Tensor) -> Tensor:
     return attention.weights * (direct - (attention.weights * direct).sum(-1, keepdim=True))
 
 
-def functional_query(attention: Attention, g: Tensor, x: Tensor) -> Tensor:
-    """`tr H_f(Q,Q)` of each query head, (H,). Exact with rotary keys too.
+def functional_query(attention: Attention, scores: Tensor) -> Tensor:
+    """`scale² Σ_j A_ij s_ij |k_j - k̄_i|²`, (B, H, T): summed with the weights `|x_i|²` it is `tr H_f(Q,Q)`, with RoPE too.
 
     Args:
         attention: The call.
-        g: Gradient of the loss at the output, (B, H, T, dv).
-        x: Input of the query projection, (B, T, D), or ones for its bias.
+        scores: `score_derivatives` at the gradient of the loss.
     """
-    mean = attention.weights @ attention.key  # (B, H, T, dk)
-    inner = attention.key.square().sum(-1).unsqueeze(-2) - 2 * mean @ attention.key.mT  # |mean|² drops out: Σ_j A_ij s_ij = 0
-    per_position = (score_derivatives(attention, g) * inner).sum(-1)  # (B, H, T)
-    return attention.scale**2 * (per_position * x.square().sum(-1).unsqueeze(1)).sum((0, 2))
+    return attention.scale**2 * _weighted_squares(attention.weights, scores, attention.key)
 
 
-def functional_key(attention: Attention, g: Tensor, x: Tensor) -> Tensor:
+def functional_key(attention: Attention, scores: Tensor, x: Tensor) -> Tensor:
     """`tr H_f(K,K)` of each key head, (G,). Exact unless keys are rotated or normalised after their projection.
 
     Args:
         attention: The call.
-        g: Gradient of the loss at the output, (B, H, T, dv).
+        scores: `score_derivatives` at the gradient of the loss.
         x: Input of the key projection, (B, S, D), or ones for its bias.
     """
-    x = x.unsqueeze(1)
-    gram = x @ x.mT  # (B, 1, S, S)
-    inner = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) - 2 * attention.weights @ gram  # |x_j|² - 2 m_i·x_j
-    per_position = (score_derivatives(attention, g) * inner).sum(-1)  # (B, H, T)
-    return attention.by_group(attention.scale**2 * (per_position * attention.query.square().sum(-1)).sum((0, 2)))
+    squares = _weighted_squares(attention.weights, scores, x.unsqueeze(1)) * attention.query.square().sum(-1)
+    return attention.by_group(attention.scale**2 * squares.sum((0, 2)))
+
+
+def _weighted_squares(weights: Tensor, scores: Tensor, y: Tensor) -> Tensor:
+    """`Σ_j scores_ij |y_j - ȳ_i|²` with ȳ the weighted mean, (B, H, T); as the scores of i sum to 0, `|ȳ_i|²` drops out."""
+    squares = scores @ y.square().sum(-1, keepdim=True)
+    if 2 * y.shape[-1] <= y.shape[-2]:
+        return squares.squeeze(-1) - 2 * ((weights @ y) * (scores @ y)).sum(-1)
+    return squares.squeeze(-1) - 2 * ((weights @ (y @ y.mT)) * scores).sum(-1)
 
 
 def outer_key(attention: Attention, delta: Tensor, x: Tensor) -> Tensor:

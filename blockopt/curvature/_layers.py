@@ -1,14 +1,14 @@
 """The layers of a model as it runs: what each linear map, embedding and norm was given, and its gradients sequence by sequence.
 
-For `y = W x` the gradient of one sequence is `Σ_t d_t x_tᵀ`, with `d` the gradient at `y`. Labels sampled independently make the
-gradients of different sequences independent, so the sum over sequences of the squared gradients estimates the Gauss-Newton
+For `y = W x` the gradient of one sequence is `Σ_t d_t x_tᵀ`, with `d` the gradient at `y`. Labels sampled independently make
+the gradients of different sequences independent, so the sum over sequences of the squared gradients estimates the Gauss-Newton
 trace without the noise that the products between sequences would add. It needs no weight gradient, only `x` and `d`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -76,7 +76,8 @@ def capture_layers(model: nn.Module, attention_calls: list[Any]) -> Iterator[lis
     sizes = Counter(x.shape[dim] for _, _, _, x, *_ in seen if x.ndim > dim)
     cut = partial(by_sequence, number=max(sizes, key=sizes.__getitem__, default=1), sequence_first=sequence_first)
     for name, kind, module, x, y, edge, before in seen:
-        weight, bias = names.get(module.weight), names.get(getattr(module, "bias", None))  # type: ignore[arg-type]
+        own = dict(module.named_parameters(recurse=False))
+        weight, bias = names.get(own["weight"]), names.get(own["bias"]) if "bias" in own else None
         x = _derivative(module, x) if kind == "norm" else x
         x = cut(x.unsqueeze(-1)).squeeze(-1) if kind == "embedding" else cut(_wide(x))
         shape: torch.Size = module.weight.shape  # type: ignore[assignment]
@@ -111,7 +112,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def by_sequence(x: Tensor, number: int, sequence_first: bool) -> Tensor:
-    """(…, D) as (S, T, D): `number` sequences if the dimensions say so, otherwise all rows as one, which is noisier, not wrong."""
+    """(…, D) as (S, T, D): `number` sequences if the dimensions say so, else all rows as one, which is noisier, not wrong."""
     lead = x.shape[:-1]
     if sequence_first and len(lead) == 2 and lead[1] == number:
         return x.transpose(0, 1)
@@ -123,7 +124,7 @@ def by_sequence(x: Tensor, number: int, sequence_first: bool) -> Tensor:
 Use = tuple[LayerCall, Tensor]
 
 
-def uses_of(calls: list[LayerCall], gradients: list[Tensor | None]) -> dict[str, list[Use]]:
+def uses_of(calls: list[LayerCall], gradients: Sequence[Tensor | None]) -> dict[str, list[Use]]:
     """`{parameter name: (layer, gradient at its output)}`; a bias is a norm's weight with an input of 1."""
     uses: dict[str, list[Use]] = {}
     for call, d in zip(calls, gradients):

@@ -28,8 +28,8 @@ class LossCall(NamedTuple):
         value: What the function returned, in the graph.
         class_dim: The dimension of the classes for cross-entropy, None for elementwise losses.
         probabilities: Of the classes, along the last dimension, for cross-entropy, or of 1 for the binary one.
-        weights: Λ of a row is `diag(p) - p pᵀ` for cross-entropy, and of an element `p (1 - p)` or 1, times this weight and times
-            the derivative of the whole loss by the value.
+        weights: What Λ is times the derivative of the whole loss by the value: of an element this weight, of a row this weight
+            times `diag(p) - p pᵀ`.
         reduced: Whether the value is a scalar.
     """
 
@@ -66,13 +66,17 @@ def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) ->
         raise ValueError("The target of the loss depends on parameters too. Gauss-Newton needs it fixed: detach it.")
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        raise ValueError("The loss uses size_average or reduce, which torch has replaced. Use reduction='mean', 'sum' or 'none'.")
+        raise ValueError(
+            "The loss uses size_average or reduce, which torch has replaced. Use reduction='mean', 'sum' or 'none'."
+        )
     if func is F.cross_entropy:
         return _read_cross_entropy(prediction, target, weight, arguments["ignore_index"], reduction, value)
     if weight is not None or arguments.get("pos_weight") is not None:
         raise ValueError(f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead.")
     if prediction.shape != target.shape:
-        raise ValueError(f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape. Make them agree.")
+        raise ValueError(
+            f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape. Make them agree."
+        )
     number = prediction.numel() if reduction == "mean" else 1
     detached = prediction.detach().contiguous().to(torch.promote_types(prediction.dtype, torch.float32))
     probabilities = None if func is F.mse_loss else detached.sigmoid()
@@ -88,7 +92,9 @@ def _read_cross_entropy(
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     if target.is_floating_point():
         if weight is not None:
-            raise ValueError("Cross-entropy with class weights and soft targets has no closed form here. Leave out one of them.")
+            raise ValueError(
+                "Cross-entropy with class weights and soft targets has no closed form here. Leave out one of them."
+            )
         weights = target.movedim(class_dim, -1).sum(-1).to(probabilities)
         number: Any = weights.numel()
     else:
@@ -117,15 +123,15 @@ class LossCurvature:
         used = [(call, derivative) for call, derivative in zip(calls, derivatives) if derivative is not None]
         if not used:
             raise ValueError(
-                "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton needs "
-                "one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use 'hutchinson', 'directional' or "
-                "'secant', which take any loss."
+                "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton "
+                "needs one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use 'hutchinson', 'directional' "
+                "or 'secant', which take any loss."
             )
         seen = sum(float((call.value.detach() * derivative).sum()) for call, derivative in used)
         if abs(seen - float(loss.detach())) > 1e-2 * abs(float(loss.detach())):
             warnings.warn(
-                f"{float(loss.detach()) - seen:.3g} of the loss {float(loss.detach()):.3g} is no cross-entropy or squared error: its "
-                "curvature is left out of Gauss-Newton.",
+                f"{float(loss.detach()) - seen:.3g} of the loss {float(loss.detach()):.3g} is no cross-entropy or squared "
+                "error: its curvature is left out of Gauss-Newton.",
                 stacklevel=2,
             )
         self.predictions = [call.prediction for call, _ in used]
@@ -149,9 +155,7 @@ class LossCurvature:
                 signs = torch.randint(0, 2, weights.shape, generator=local, device=weights.device)
                 vector = weights.sqrt() * (2 * signs - 1)
             else:
-                rows = call.probabilities.flatten(0, -2) if call.probabilities.ndim > 1 else call.probabilities[None]  # type: ignore[union-attr]
-                labels = torch.multinomial(rows, 1, generator=local)  # (rows, 1)
-                vector = self._class_vector(call, weights, labels)
+                vector = self._class_vector(call, weights, _labels(call.probabilities, local))
             vectors.append(vector.to(call.prediction.dtype))
         return vectors
 
@@ -178,7 +182,14 @@ class LossCurvature:
         rows = probabilities.reshape(-1, probabilities.shape[-1]).clone()
         rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
         rows *= weights.reshape(-1, 1).sqrt()
-        return rows.view(probabilities.shape).movedim(-1, call.class_dim)  # type: ignore[arg-type]
+        return rows.view(probabilities.shape).movedim(-1, call.class_dim)  # type: ignore[arg-type, no-any-return]
+
+
+def _labels(probabilities: Any, generator: torch.Generator) -> Tensor:
+    """One label for each row of probabilities, (rows, 1), by the inverse distribution: far faster than `torch.multinomial`."""
+    ends = probabilities.reshape(-1, probabilities.shape[-1]).cumsum(-1)
+    draws = torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype) * ends[:, -1:]
+    return torch.searchsorted(ends, draws, right=True).clamp_(max=ends.shape[-1] - 1)
 
 
 def _generator_on(generator: torch.Generator, device: torch.device) -> torch.Generator:

@@ -43,8 +43,8 @@ class Evaluation:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             what += ", which requires no gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
             raise TypeError(
-                f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar tensor with its graph, alone or "
-                "with the number of tokens: `lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
+                f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar tensor with its graph, alone "
+                "or with the number of tokens: `lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
             )
         if not bool(torch.isfinite(loss.detach())):
             raise FloatingPointError(f"The loss closure returned {loss.item()}. Curvature needs a finite loss.")

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from blockopt.attention import AttentionCall
 from blockopt.blocks import Blocks
-from blockopt.curvature._attention_forms import Attention, functional_key, functional_query, outer_key, outer_value
+from blockopt.curvature._attention_forms import (
+    Attention,
+    functional_key,
+    functional_query,
+    outer_key,
+    outer_value,
+    score_derivatives,
+)
 from blockopt.curvature._layers import LayerCall, Use, by_position, squared_sums
 from blockopt.split import expand_along
 
@@ -41,15 +48,15 @@ class Projection:
         return self.mask[expand_along(torch.arange(split.num_blocks), split)]
 
     def heads(self, width: int) -> Tensor | None:
-        """The output before RoPE and norms, (B, heads, S, width), or None if it is not known."""
+        """The output for the first sequence before RoPE and norms, (heads, S, width), or None if it is not known."""
         if self._y is None:
             return None
-        y = self._y if self._blocks.split is None else self._y[..., self._columns.to(self._y.device)]
-        return y.unflatten(-1, (-1, width)).transpose(1, 2)
+        y = self._y[0] if self._blocks.split is None else self._y[0][..., self._columns.to(self._y.device)]
+        return y.view(len(y), -1, width).transpose(0, 1)
 
     def spread(self, values: Tensor) -> Tensor:
         """One value a head, summed to one a block of this role."""
-        return values.unflatten(0, (int(self.mask.sum()), -1)).sum(1)
+        return values.view(int(self.mask.sum()), -1).sum(1)
 
 
 class Site:
@@ -85,11 +92,11 @@ class Site:
 
     def _compare(self, role: str) -> str:
         """How what attention was given differs from the projection's output: "plain", "rotated" or "other"."""
-        given: Tensor = getattr(self.call, role).detach()
+        given: Tensor = getattr(self.call, role)[0].detach()
         heads = self.projections[role].heads(given.shape[-1])
         if heads is None:
             return "plain"
-        given = given[:, :: given.shape[1] // heads.shape[1]].to(heads.dtype)  # drops the repetitions of shared heads
+        given = given[:: given.shape[0] // heads.shape[0]].to(heads.dtype)  # drops the repetitions of shared heads
         if torch.allclose(given, heads, rtol=1e-3, atol=1e-5):
             return "plain"
         return "rotated" if torch.allclose(given.norm(dim=-1), heads.norm(dim=-1), rtol=1e-2, atol=1e-5) else "other"
@@ -97,21 +104,26 @@ class Site:
     def add_functional(self, traces: dict[str, Tensor], g: Tensor) -> None:
         """Add the functional part of the query and key blocks, for the gradient g at the attention output."""
         query, key = self.projections.get("query"), self.projections.get("key")
+        scores = score_derivatives(self.attention, g)
         if query is not None and self._compare("query") != "other":
-            traces[query.weight][query.mask] += query.spread(functional_query(self.attention, g, query.x))
+            per_position = functional_query(self.attention, scores)
+            per_head = (per_position * query.x.square().sum(-1).unsqueeze(1)).sum((0, 2))
+            traces[query.weight][query.mask] += query.spread(per_head)
             if query.bias is not None:
-                traces[query.bias][query.bias_mask] += query.spread(functional_query(self.attention, g, query.ones))
+                traces[query.bias][query.bias_mask] += query.spread(per_position.sum((0, 2)))
         if key is not None and self._compare("key") != "other":
-            traces[key.weight][key.mask] += key.spread(functional_key(self.attention, g, key.x))
+            traces[key.weight][key.mask] += key.spread(functional_key(self.attention, scores, key.x))
             if key.bias is not None:
-                traces[key.bias][key.bias_mask] += key.spread(functional_key(self.attention, g, key.ones))
+                traces[key.bias][key.bias_mask] += key.spread(functional_key(self.attention, scores, key.ones))
 
     def add_outer(
         self, traces: dict[str, Tensor], uses: dict[str, list[Use]], delta: Tensor, blocks: Mapping[str, Blocks], factor: float
     ) -> None:
-        """Add one factor of Λ for the projections, and take them out of `uses`: for attention above which positions stay apart."""
+        """Add one factor of Λ for the projections and take them out of `uses`: where nothing above mixes positions."""
         delta = delta.to(self.attention.weights.dtype)
-        names = {name for p in self.projections.values() for name in (p.weight, p.bias) if name in uses and len(uses[name]) == 1}
+        names = {
+            name for p in self.projections.values() for name in (p.weight, p.bias) if name in uses and len(uses[name]) == 1
+        }
         for name in names:
             use, split = uses.pop(name)[0], blocks[name].split
             sums = squared_sums([use], split)
@@ -128,7 +140,9 @@ class Site:
             traces[name] += factor * sums.to(traces[name])
 
 
-def _torch_projections(call: AttentionCall, module: nn.MultiheadAttention, blocks: Mapping[str, Blocks]) -> dict[str, Projection]:
+def _torch_projections(
+    call: AttentionCall, module: nn.MultiheadAttention, blocks: Mapping[str, Blocks]
+) -> dict[str, Projection]:
     """The projections of `nn.MultiheadAttention`, which are no modules."""
     prefix = f"{call.module}." if call.module else ""
     fused = module.in_proj_weight is not None

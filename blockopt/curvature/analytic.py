@@ -6,21 +6,21 @@ inside of the softmax, queries and keys, have a functional part of their own, wh
 exactly (`_attention_forms`). Λ comes from labels sampled from the model, in one of two ways:
 
 - From the last attention on, nothing mixes positions: Λ is local to a position, and so are the forms, `_attention_forms`.
-- Below, Λ couples the positions of a sequence: dropping that is off by factors of 0.35 to 1.5 in a GPT of three layers. The forms
-  of `_layers` keep it, sequence by sequence, without bias.
+- Below, Λ couples the positions of a sequence: dropping that is off by factors of 0.35 to 1.5 in a GPT of three layers. The
+  forms of `_layers` keep it, sequence by sequence, without bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from blockopt.attention import capture_attention
 from blockopt.blocks import Blocks
-from blockopt.curvature._layers import LayerCall, by_position, capture_layers, squared_sums, uses_of
+from blockopt.curvature._layers import LayerCall, Use, by_position, capture_layers, squared_sums, uses_of
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
 from blockopt.curvature._passes import (
     Curvature,
@@ -74,7 +74,7 @@ def analytic(
         `{parameter name: mean curvature of each block}`.
 
     Raises:
-        ValueError: If the loss function was not seen, if a parameter is sharded, or, unless `part="outer"`, if attention was not.
+        ValueError: If a parameter is sharded, or the loss function or, unless `part="outer"`, attention was not seen.
 
     Example:
         >>> layer, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
@@ -90,9 +90,12 @@ def analytic(
     parameters = trainable(model)
 
     def traces_of(evaluation: Evaluation, blocks: Mapping[str, Blocks]) -> Curvature:
-        with capture_attention(model, allow_unseen=part == "outer") as attention, capture_layers(model, attention) as layers:
-            with CaptureLosses() as seen:
-                loss = evaluation()
+        with (
+            capture_attention(model, allow_unseen=part == "outer") as attention,
+            capture_layers(model, attention) as layers,
+            CaptureLosses() as seen,
+        ):
+            loss = evaluation()
         sites = [Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)]
         dtype = torch.promote_types(loss.dtype, torch.float32)
         traces = {n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=dtype) for n, p in parameters.items()}
@@ -123,7 +126,7 @@ def _add_outer(
     known = {name for layer in layers for name in (layer.weight, layer.bias)}
     rest = {name: p for name, p in parameters.items() if name not in known}
     top = sites[-1] if sites and _is_local(curvature.predictions, sites[-1].call.output) else None
-    inputs = [*(layer.edge for layer in layers), *rest.values(), *([top.call.output] if top else [])]
+    inputs: list[Any] = [*(layer.edge for layer in layers), *rest.values(), *([top.call.output] if top else [])]
     factor = 1.0 if num_probes is None else 1 / num_probes
     vectors = curvature.factors() if num_probes is None else (curvature.sample(generator) for _ in range(num_probes))
     for vector in vectors:
@@ -131,7 +134,7 @@ def _add_outer(
         uses = uses_of(layers, gradients[: len(layers)])
         if top is not None and gradients[-1] is not None:
             top.add_outer(traces, uses, gradients[-1], blocks, factor)
-            uses = {name: [by_position(u) if u[0].attention_calls == len(sites) else u for u in some] if len(some) == 1 else some for name, some in uses.items()}
+            uses = {name: _apart(some, len(sites)) for name, some in uses.items()}
         for name, some in uses.items():
             traces[name] += factor * squared_sums(some, blocks[name].split).to(traces[name])
         for (name, _), g in zip(rest.items(), gradients[len(layers) :]):
@@ -139,13 +142,18 @@ def _add_outer(
                 traces[name] += factor * block_dots(g, g, blocks[name]).to(traces[name])
 
 
+def _apart(uses: list[Use], attention_calls: int) -> list[Use]:
+    """Position by position, if the layer is above all attention and the weight has no other use."""
+    return [by_position(uses[0])] if len(uses) == 1 and uses[0][0].attention_calls == attention_calls else uses
+
+
 def _is_local(predictions: list[Tensor], output: Tensor) -> bool:
     """Whether each prediction depends on the attention output at one position only, tried on one prediction in the middle."""
     vectors = []
     for prediction in predictions:
-        vector = prediction.new_zeros(prediction.shape).flatten(0, -2) if prediction.ndim > 1 else prediction.new_zeros(1, len(prediction))
-        vector[len(vector) // 2].uniform_()
-        vectors.append(vector.view(prediction.shape))
+        rows = prediction.new_zeros(prediction.numel() // prediction.shape[-1], prediction.shape[-1])
+        rows[len(rows) // 2].uniform_()
+        vectors.append(rows.view(prediction.shape))
     (gradient,) = torch.autograd.grad(predictions, output, vectors, retain_graph=True, allow_unused=True)
     if gradient is None:
         return False

@@ -90,7 +90,7 @@ def along_update(
         blocks: What `find_blocks(model)` returns; found here by default.
         method: "exact", one Hessian-vector product with math attention; or "secant", the difference of the gradients now and
             before the update, two ordinary backward passes: for flash attention, FSDP2 and compiled models.
-        matrix_by: If given, also the matrix between groups of blocks, at one product a group: see `block_scales` for the groups.
+        matrix_by: If given, also the matrix between groups of blocks, one product a group; `block_scales` names the groups.
 
     Returns:
         The `AlongUpdate`.
