@@ -123,7 +123,7 @@ class _Recorder(TorchFunctionMode):
         if not self.running or self.running[-1].name != name:
             return  # in a backward pass, or another hook raised before ours could enter
         left = self.running.pop()
-        raised = output is None
+        raised = output is None  # what torch gives to hooks then
         if name in self.attention and len(self.calls) == left.calls_before and not raised:
             self.unseen[name] = None
 
@@ -137,7 +137,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         # The mode is off inside of this function, which looks attention up under its global name.
         inner = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = partial(self._record, inner)  # type: ignore[assignment]
+        F.scaled_dot_product_attention = partial(self._record, inner)
         try:
             return func(*args, **kwargs)
         finally:
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         output = sdpa(*args, **kwargs)
-        if self.running and not _in_backward():  # else the call is not of a forward pass of this model
+        if self.running:  # else the call is not of this model
             self.calls.append(_read_call(self.running, output, *args, **kwargs))
         return output
 
@@ -187,13 +187,14 @@ def capture_attention(model: nn.Module, *, allow_unseen: bool = False) -> Iterat
 
     Args:
         model: Any module, under DDP, FSDP2, PEFT and `torch.compile` wrappers too.
-        allow_unseen: Whether attention that cannot be seen is passed over instead of raising.
+        allow_unseen: Whether attention that was not seen is passed over instead of raising.
 
     Yields:
         A list that fills with one `AttentionCall` a call.
 
     Raises:
-        ValueError: On leaving, if attention of the model ran and was not seen, or if it has attention and none ran.
+        ValueError: On leaving, if attention of the model ran and was not seen, or if it has attention and none ran, unless
+            `allow_unseen`. Not if an exception is leaving the context already.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32, batch_first=True)

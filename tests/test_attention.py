@@ -1,6 +1,6 @@
 """What `capture_attention` sees is what attention is given, in every family; what it cannot see raises; it leaves no trace."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -337,11 +337,12 @@ def test_weights_are_at_least_float32(autocast):
     torch.testing.assert_close(weights, expected.float(), rtol=1e-6, atol=1e-7)
 
 
-def test_queries_without_heads():
-    model = seeded(Attention, lambda q, k, v: F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0])[:, None].expand_as(q))
+@pytest.mark.parametrize("index", [(slice(None), 0), (0, 0)], ids=["batch", "no batch"])
+def test_queries_without_heads(index):
+    model = seeded(Attention, lambda *qkv: qkv[0] + scaled_dot_product_attention(*(t[index] for t in qkv)).mean())
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
-    assert calls[0].query.shape == (BATCH, LENGTH, WIDTH // HEADS)
+    assert calls[0].query.shape == normal(BATCH, HEADS, LENGTH, WIDTH // HEADS)[index].shape
     torch.testing.assert_close(calls[0].weights() @ calls[0].value, calls[0].output)
 
 
@@ -465,9 +466,19 @@ def test_torch_attention_that_returns_weights_raises_even_once(eager_turn):
 
 def test_eager_attention_of_own_code_raises():
     model = nn.Sequential(*(seeded(Attention, eager) for _ in range(5)))
-    with pytest.raises(ValueError, match=r"'2' \(Attention\) and 2 more.*F\.scaled_dot_product_attention in the code"):  # noqa: SIM117
-        with capture_attention(model):
-            model(normal(BATCH, LENGTH, WIDTH))
+    message = r"'2' \(Attention\) and 2 more: .*\. To change that, [^;]* in the code of these modules\.$"
+    with pytest.raises(ValueError, match=message), capture_attention(model):
+        model(normal(BATCH, LENGTH, WIDTH))
+
+
+def test_unseen_attention_can_be_allowed():
+    model = nn.Sequential(seeded(Attention, eager), seeded(Attention, F.scaled_dot_product_attention))
+    with capture_attention(model, allow_unseen=True) as calls:
+        model(normal(BATCH, LENGTH, WIDTH))
+    assert [call.module for call in calls] == ["1"]
+    with capture_attention(model[0], allow_unseen=True) as calls:
+        pass
+    assert calls == []
 
 
 def test_frozen_eager_attention_raises():
@@ -502,6 +513,7 @@ def test_nothing_is_left_behind(family, fastpath):
         before = snapshot(model)
         with capture_attention(model) as calls:
             loss_of(family, model)
+            assert not torch.backends.mha.get_fastpath_enabled()
             assert snapshot(model) != before
         assert snapshot(model) == before
         loss_of(family, model)
@@ -518,13 +530,40 @@ def test_nothing_is_left_behind_after_an_exception():
     assert snapshot(model) == before
 
 
-def test_exception_inside_does_not_confuse_the_names():
-    model, x = seeded(nn.TransformerDecoderLayer, WIDTH, HEADS, batch_first=True), normal(BATCH, LENGTH, WIDTH)
+class Careful(nn.Module):
+    """Attends without projections where attention with them fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(self.fail)
+
+    def fail(self, *_):
+        raise NotImplementedError
+
+    def forward(self, x):
+        with suppress(NotImplementedError):
+            self.attention(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_exception_inside_does_not_confuse_the_names(in_hook):
+    model, x = nn.Sequential(seeded(Careful), seeded(Attention, F.scaled_dot_product_attention)), normal(BATCH, LENGTH, WIDTH)
+    if in_hook:
+        model[0].attention.register_forward_pre_hook(model[0].fail)
     with capture_attention(model) as calls:
-        with pytest.raises(RuntimeError, match="attn_mask"):
-            model(x, x, memory_mask=torch.zeros(2, 3, dtype=torch.float64))
-        model(x, x)
-    assert [call.module for call in calls] == ["self_attn", "self_attn", "multihead_attn"]
+        model(x)
+    assert [call.module for call in calls] == ["0", "1"]
+
+
+def test_attention_that_raised_is_not_unseen():
+    model, x = seeded(Careful), normal(BATCH, LENGTH, WIDTH)
+    model = nn.ModuleList([model, seeded(Attention, F.scaled_dot_product_attention)])
+    with capture_attention(model) as calls:
+        with pytest.raises(NotImplementedError):
+            model[0].attention(x)
+        model[1](x)
+    assert [call.module for call in calls] == ["1"]
 
 
 def loss_and_gradients(family, model, context):
@@ -651,3 +690,17 @@ def test_recomputation_in_the_backward_pass_is_not_recorded(reentrant, frozen):
     assert [call.module for call in calls] == ["attention"]
     assert x.grad.count_nonzero()
     assert calls[0].query.requires_grad is not reentrant
+
+
+def test_backward_pass_inside_of_a_forward_is_not_recorded():
+    class Penalised(Checkpointed):
+        def forward(self, x):
+            y = super().forward(x)
+            torch.autograd.backward(y.square().sum(), inputs=x)
+            return y
+
+    model, x = seeded(Penalised, reentrant=False), normal(BATCH, LENGTH, WIDTH).requires_grad_()
+    with capture_attention(model) as calls:
+        model(x)
+    assert [call.module for call in calls] == ["attention"]
+    assert x.grad.count_nonzero()
