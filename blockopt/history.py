@@ -1,0 +1,145 @@
+"""What the block learning rates were: one record a refresh, to plot or to save, and the table of the latest scales."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks import ROLES, Blocks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Path = str | os.PathLike[str]
+
+
+class Refresh(NamedTuple):
+    """One refresh.
+
+    Attributes:
+        step: The number of the optimizer step it followed, from 1.
+        curvature: Mean curvature of each group of blocks, by its label.
+        scale: Geometric mean of the smoothed scales of each group, by its label.
+    """
+
+    step: int
+    curvature: dict[str, float]
+    scale: dict[str, float]
+
+
+class History(list[Refresh]):
+    """The refreshes of a `BlockLR`, in order: a list that can be plotted and saved.
+
+    Example:
+        >>> history = History([Refresh(1, {"query": 0.5, "value": 2.0}, {"query": 2.0, "value": 0.5})])
+        >>> history.rows()[0]
+        {'step': 1, 'block': 'query', 'curvature': 0.5, 'scale': 2.0}
+    """
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary of step, block, curvature and scale for each group of blocks of each refresh."""
+        return [
+            {"step": refresh.step, "block": label, "curvature": curvature, "scale": refresh.scale[label]}
+            for refresh in self
+            for label, curvature in refresh.curvature.items()
+        ]
+
+    def to_csv(self, path: Path) -> None:
+        """Write the rows as a table with a header."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ("step", "block", "curvature", "scale"))
+            writer.writeheader()
+            writer.writerows(self.rows())
+
+    def to_json(self, path: Path) -> None:
+        """Write the rows as a list of objects."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.rows(), file)
+
+    def plot(self, path: Path | None = None) -> Figure:
+        """Plot curvature and scale of each group of blocks over the steps, one colour a role.
+
+        Args:
+            path: Where to save the figure too; its ending gives the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+            ValueError: If there was no refresh yet.
+        """
+        if not self:
+            raise ValueError("No refresh to plot yet: the first comes after optimizer step warmup + 1.")
+        try:
+            from matplotlib import colormaps
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("history.plot() needs matplotlib: pip install matplotlib.") from error
+        figure = Figure(figsize=(10, 4), layout="constrained")  # without pyplot, which would keep every figure alive
+        left, right = figure.subplots(1, 2)
+        for axes, quantity in ((left, "curvature"), (right, "scale")):
+            self._draw(axes, quantity, colormaps["tab20"].colors)  # type: ignore[attr-defined]
+        handles = {line.get_label(): line for line in right.get_lines()}
+        figure.legend(handles.values(), [str(label) for label in handles], loc="outside right center", title="role")
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _draw(self, axes: Axes, quantity: str, colors: list[Any]) -> None:
+        """One line a group, thin if a role has several of them."""
+        steps = [refresh.step for refresh in self]
+        labels = list(dict.fromkeys(label for refresh in self for label in getattr(refresh, quantity)))
+        roles = [role_of(label) for label in labels]
+        for label, role in sorted(zip(labels, roles), key=lambda pair: ROLES.index(pair[1])):
+            values = [getattr(refresh, quantity).get(label, math.nan) for refresh in self]
+            shown = [value if value > 0 else math.nan for value in values]  # a log axis has no place for others
+            width = 1.8 if roles.count(role) == 1 else 0.6
+            axes.plot(steps, shown, color=colors[ROLES.index(role)], marker=".", linewidth=width, label=role)
+        axes.set(xlabel="optimizer step", ylabel=f"{quantity} of the block", yscale="log")
+
+
+def role_of(label: str) -> str:
+    """The role in the label of a group of blocks: `query`, `3.query` or `h.3.attn.c_attn.weight:query`."""
+    return re.split("[.:]", label)[-1]
+
+
+class ScaleTable:
+    """The scales of all blocks, which prints as a table by role.
+
+    Example:
+        >>> ScaleTable({"norm.weight": torch.tensor([0.5])}, {"norm.weight": Blocks(("norm",))})
+        role  blocks  min  median  max
+        norm       1  0.5     0.5  0.5
+    """
+
+    def __init__(self, scales: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> None:
+        self._scales, self._blocks = dict(scales), dict(blocks)
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """`{parameter name: tensor of num_blocks}`."""
+        return dict(self._scales)
+
+    def __str__(self) -> str:
+        by_role: dict[str, list[Tensor]] = {}
+        for name, scale in self._scales.items():
+            entry = self._blocks[name]
+            of_block = torch.tensor([ROLES.index(role) for role in entry.block_roles])
+            for role in dict.fromkeys(entry.roles):
+                by_role.setdefault(role, []).append(scale[of_block == ROLES.index(role)])
+        rows: list[tuple[str, ...]] = [("role", "blocks", "min", "median", "max")]
+        for role in sorted(by_role, key=ROLES.index):
+            scales = torch.cat(by_role[role])
+            numbers = (scales.min(), scales.median(), scales.max())
+            rows.append((role, f"{len(scales):,}", *(f"{float(number):.3g}" for number in numbers)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]) for row in rows]
+        return "\n".join(lines)
+
+    __repr__ = __str__
