@@ -90,31 +90,36 @@ class Site:
         groups = self.call.key.shape[1] if key is None or key.heads(1) is None else key.width // self.call.key.shape[-1]
         return Attention.of(self.call, groups)
 
-    def _compare(self, role: str) -> str:
-        """How what attention was given differs from the projection's output: "plain", "rotated" or "other"."""
+    def _compare(self, role: str) -> tuple[str, float]:
+        """How what attention was given differs from the projection's output: "plain", "rotated" or "other", and its factor.
+
+        OPT multiplies its queries by the scale of the scores before attention, RoPE rotates queries and keys.
+        """
         given: Tensor = getattr(self.call, role)[0].detach()
         heads = self.projections[role].heads(given.shape[-1])
         if heads is None:
-            return "plain"
+            return "plain", 1.0
         given = given[:: given.shape[0] // heads.shape[0]].to(heads.dtype)  # drops the repetitions of shared heads
-        if torch.allclose(given, heads, rtol=1e-3, atol=1e-5):
-            return "plain"
-        return "rotated" if torch.allclose(given.norm(dim=-1), heads.norm(dim=-1), rtol=1e-2, atol=1e-5) else "other"
+        factor = float(given.norm() / heads.norm().clamp(min=torch.finfo(heads.dtype).tiny))
+        if torch.allclose(given, factor * heads, rtol=1e-3, atol=1e-5):
+            return "plain", factor
+        rotated = torch.allclose(given.norm(dim=-1), factor * heads.norm(dim=-1), rtol=1e-2, atol=1e-5)
+        return ("rotated" if rotated else "other"), factor
 
     def add_functional(self, traces: dict[str, Tensor], g: Tensor) -> None:
         """Add the functional part of the query and key blocks, for the gradient g at the attention output."""
         query, key = self.projections.get("query"), self.projections.get("key")
         scores = score_derivatives(self.attention, g)
-        if query is not None and self._compare("query") != "other":
-            per_position = functional_query(self.attention, scores)
+        if query is not None and (compared := self._compare("query"))[0] != "other":
+            per_position = compared[1] ** 2 * functional_query(self.attention, scores)
             per_head = (per_position * query.x.square().sum(-1).unsqueeze(1)).sum((0, 2))
             traces[query.weight][query.mask] += query.spread(per_head)
             if query.bias is not None:
                 traces[query.bias][query.bias_mask] += query.spread(per_position.sum((0, 2)))
-        if key is not None and self._compare("key") != "other":
-            traces[key.weight][key.mask] += key.spread(functional_key(self.attention, scores, key.x))
-            if key.bias is not None:
-                traces[key.bias][key.bias_mask] += key.spread(functional_key(self.attention, scores, key.ones))
+        if key is not None and (compared := self._compare("key"))[0] != "other":
+            for name, mask, x in ((key.weight, key.mask, key.x), (key.bias, key.bias_mask, key.ones)):
+                if name is not None:
+                    traces[name][mask] += compared[1] ** 2 * key.spread(functional_key(self.attention, scores, x))
 
     def add_outer(
         self, traces: dict[str, Tensor], uses: dict[str, list[Use]], delta: Tensor, blocks: Mapping[str, Blocks], factor: float
@@ -134,9 +139,9 @@ class Site:
                 x = projection.x if name == projection.weight else projection.ones
                 if role == "query":
                     sums = torch.where(projection.mask.to(sums.device), local, sums)
-                elif self._compare(role) == "plain":
+                elif (compared := self._compare(role))[0] == "plain":
                     form = outer_key if role == "key" else outer_value
-                    sums[projection.mask] = projection.spread(form(self.attention, delta, x)).to(sums)
+                    sums[projection.mask] = compared[1] ** 2 * projection.spread(form(self.attention, delta, x)).to(sums)
             traces[name] += factor * sums.to(traces[name])
 
 
