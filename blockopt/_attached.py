@@ -42,20 +42,22 @@ class AttachedOptimizer:
         self.num_steps = 0
         self._refused = 0  # how many steps the optimizer had refused before the present one
         self._before: list[Tensor] | None = None  # the parameters before the last step
-        self._multipliers: list[float] = []
+        self._in_step = False
         self._changed: list[tuple[dict[str, Any], Any, Any]] = []  # group, its lr times the multiplier, its own lr
         self._check()
+        # Ones multiply too: a step that is compiled when all groups hold one lr tensor would forever read only that one.
+        self._multipliers = [] if isinstance(self._optimizer, BlockOptimizer) else [1.0] * len(self._optimizer.param_groups)
         if self._optimizer in _attached:
             _attached[self._optimizer]._detach()
         _attached[self._optimizer] = self
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
-            self._optimizer.register_state_dict_pre_hook(self._restore),
+            self._optimizer.register_state_dict_pre_hook(self.restore),
         ]
 
     def _detach(self) -> None:
-        self._restore()
+        self.restore()
         for hook in self._hooks:
             hook.remove()
 
@@ -139,7 +141,10 @@ class AttachedOptimizer:
 
     @torch.compiler.disable  # a compiled step calls it as it is
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._restore()
+        self.restore()
+        if isinstance(optimizer, BlockOptimizer) and self.num_steps == 0:
+            for group in optimizer.param_groups:
+                optimizer._init_group(group)  # a step that is compiled with hooks around it cannot create states itself
         self._refused = getattr(optimizer, "nonfinite_steps", 0)
         # A schedule that warms up from zero moves nothing at first: there is no direction to measure along.
         moves = self._wants_update(self.num_steps + 1) and any(float(group["lr"]) != 0 for group in optimizer.param_groups)
@@ -149,10 +154,14 @@ class AttachedOptimizer:
             own, scaled = group["lr"], group["lr"] * multiplier
             self._changed.append((group, scaled, own))
             group["lr"] = scaled
+        self._in_step = True
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._restore()
+        self.restore()
+        if not self._in_step:  # the hooks run twice if the step of a subclass calls that of its base
+            return
+        self._in_step = False
         # GradScaler leaves it to a fused step to look whether it has found an infinity, and to do nothing then.
         overflow = bool(getattr(optimizer, "found_inf", None))
         if overflow or getattr(optimizer, "nonfinite_steps", 0) != self._refused:
@@ -161,7 +170,7 @@ class AttachedOptimizer:
             self.num_steps += 1
 
     @torch.compiler.disable
-    def _restore(self, *_: Any) -> None:
+    def restore(self, *_: Any) -> None:
         """Put back the learning rates, also those that a step which raised left behind, unless a schedule has set new ones."""
         for group, scaled, own in self._changed:
             if group["lr"] is scaled:

@@ -172,6 +172,7 @@ class BlockLR:
         """
         if not self._attached.is_attached:
             raise RuntimeError("Another BlockLR has taken the place of this one on the same optimizer. Call that one's step.")
+        self._attached.restore()
         if losses is None and not callable(self._curvature) and self._curvature not in WITHOUT_LOSS:
             raise ValueError(f"curvature={self._curvature!r} needs a loss: block_lr.step(lambda: model(**batch).loss).")
         due = self._last_due(self.num_steps)
