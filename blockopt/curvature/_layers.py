@@ -8,16 +8,17 @@ trace without the noise that the products between sequences would add. It needs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from blockopt import layouts
+from blockopt.attention import AttentionCall
 from blockopt.split import Split, block_sum, block_sum_along
 
 Kind = Literal["linear", "embedding", "norm"]
@@ -33,11 +34,14 @@ class LayerCall(NamedTuple):
         bias: Name of its bias, None if it has none that is trained.
         shape: Of the weight.
         input_first: Whether the weight is stored with its input dimension first.
+        padding: The token whose embedding is not trained, None if all are.
         x: (S, T, D) for S sequences: the input, or for a norm the derivative of the output by the weight; (S, T) for tokens.
         y: (S, T, D), the output.
         edge: Where the gradient at the output is found in the graph.
-        cut: Brings that gradient to the form of `y`.
+        source: Where the input comes from in the graph, None if it needs no gradient.
+        cut: Brings the gradient at the output to the form of `y`.
         attention_calls: How many attention calls the model had made before.
+        local: Whether a prediction depends on one position at most, as far as was tried.
     """
 
     module: str
@@ -46,43 +50,54 @@ class LayerCall(NamedTuple):
     bias: str | None
     shape: torch.Size
     input_first: bool
+    padding: int | None
     x: Tensor
     y: Tensor
     edge: GradientEdge
+    source: Node | None
     cut: Callable[[Tensor], Tensor]
     attention_calls: int
+    local: bool = True
+
+    def joined(self) -> LayerCall:
+        """The same with all sequences as one, which is noisier, not wrong."""
+        x, y = (t.reshape(1, -1, *t.shape[2:]) for t in (self.x, self.y))
+        return self._replace(x=x, y=y, cut=lambda d: self.cut(d).reshape(1, -1, d.shape[-1]))
 
 
 @contextmanager
-def capture_layers(model: nn.Module, attention_calls: list[Any]) -> Iterator[list[LayerCall]]:
+def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator[list[LayerCall]]:
     """Record the calls of linear maps, embeddings and norms that have trainable parameters; the list is filled on leaving."""
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    seen: list[tuple[str, Kind, nn.Module, Tensor, Tensor, GradientEdge, int]] = []
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    seen: list[tuple[str, Kind, nn.Module, Tensor, Tensor, GradientEdge, Node | None, int]] = []
     calls: list[LayerCall] = []
 
-    def record(name: str, kind: Kind, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.requires_grad:
-            x, y = args[0].detach(), output.detach()
-            seen.append((name, kind, module, x, y, get_gradient_edge(output), len(attention_calls)))
+    def record(name: str, kind: Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if alone and isinstance(output, Tensor) and output.requires_grad:
+            x, edge = args[0], get_gradient_edge(output)  # now: what follows may change the output in place
+            source = get_gradient_edge(x).node if x.requires_grad else None
+            seen.append((name, kind, module, x.detach(), output.detach(), edge, source, len(attention)))
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             kind = _kind(module)
             if kind and any(p in names for p in module.parameters(recurse=False)):
-                stack.callback(module.register_forward_hook(partial(record, name, kind)).remove)
+                stack.callback(module.register_forward_hook(partial(record, name, kind), prepend=True, with_kwargs=True).remove)
         yield calls
     sequence_first = any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules())
-    dim = 1 if sequence_first else 0
-    sizes = Counter(x.shape[dim] for _, _, _, x, *_ in seen if x.ndim > dim)
+    sizes = Counter([call.query.shape[0] for call in attention] or [len(x) for _, _, _, x, *_ in seen if x.ndim > 1])
     cut = partial(by_sequence, number=max(sizes, key=sizes.__getitem__, default=1), sequence_first=sequence_first)
-    for name, kind, module, x, y, edge, before in seen:
-        own = dict(module.named_parameters(recurse=False))
-        weight, bias = names.get(own["weight"]), names.get(own["bias"]) if "bias" in own else None
-        x = _derivative(module, x) if kind == "norm" else x
+    for name, kind, module, given, y, edge, source, before in seen:
+        x = _derivative(module, given) if kind == "norm" else given
+        if x is None:
+            continue
         x = cut(x.unsqueeze(-1)).squeeze(-1) if kind == "embedding" else cut(_wide(x))
+        own = dict(module.named_parameters(recurse=False))
+        weight, bias = names.get(own.get("weight")), names.get(own.get("bias"))
         shape: torch.Size = module.weight.shape  # type: ignore[assignment]
-        stored = not isinstance(module, nn.Linear)
-        calls.append(LayerCall(name, kind, weight, bias, shape, stored, x, cut(y), edge, cut, before))
+        stored, padding = not isinstance(module, nn.Linear), getattr(module, "padding_idx", None)
+        calls.append(LayerCall(name, kind, weight, bias, shape, stored, padding, x, cut(y), edge, source, cut, before))
 
 
 def _kind(module: nn.Module) -> Kind | None:
@@ -99,12 +114,18 @@ def _kind(module: nn.Module) -> Kind | None:
 
 
 @torch.no_grad()
-def _derivative(norm: nn.Module, x: Tensor) -> Tensor:
-    """The derivative of a norm's output by its weight `w`: affine in `w`, whether the norm multiplies by `w` or by `1 + w`."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    one, zero = torch.ones_like(weight), torch.zeros_like(weight)
-    high, low = (torch.func.functional_call(norm, {"weight": w}, (x,)) for w in (one, zero))
-    return high - low  # type: ignore[no-any-return]
+def _derivative(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """The derivative of a norm's output by its weight `w`, whether the norm multiplies by `w` or by `1 + w`.
+
+    None unless output and weight are found to be affine along the last dimension: some norms have their channels elsewhere.
+    """
+    x = _wide(x)
+    own = {name: torch.zeros_like(p, dtype=x.dtype) for name, p in norm.named_parameters(recurse=False)}
+    ramp = torch.linspace(1, 2, len(own["weight"]), dtype=x.dtype, device=x.device)
+    weights = (torch.zeros_like(ramp), torch.ones_like(ramp), ramp)
+    low, high, tilted = (torch.func.functional_call(norm, own | {"weight": w}, (x,)) for w in weights)
+    fits: bool = high.shape[-1] == len(ramp) and torch.allclose(tilted - low, ramp * (high - low), rtol=1e-3, atol=1e-5)
+    return high - low if fits else None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -114,11 +135,46 @@ def _wide(x: Tensor) -> Tensor:
 def by_sequence(x: Tensor, number: int, sequence_first: bool) -> Tensor:
     """(…, D) as (S, T, D): `number` sequences if the dimensions say so, else all rows as one, which is noisier, not wrong."""
     lead = x.shape[:-1]
-    if sequence_first and len(lead) == 2 and lead[1] == number:
+    if len(lead) == 2 and lead[1] == number and (sequence_first or lead[0] != number):
         return x.transpose(0, 1)
-    if (not sequence_first or len(lead) == 1) and lead and lead[0] == number:
+    if lead and (lead[0] == number or (len(lead) == 1 and lead[0] % number == 0)):
         return x.reshape(number, -1, x.shape[-1])
     return x.reshape(1, -1, x.shape[-1])
+
+
+def checked(calls: list[LayerCall], predictions: list[Tensor], names: Mapping[Any, str]) -> list[LayerCall]:
+    """The calls without those parameters that the predictions also reach past them, such as a head tied by hand."""
+    inside = {call.edge.node: call.source for call in calls}
+    nodes = [p.grad_fn for p in predictions]
+    visited: set[Node] = set()
+    elsewhere = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        elsewhere.add(names.get(getattr(node, "variable", None)))
+        nodes += [inside[node]] if node in inside else [following for following, _ in node.next_functions]
+
+    def alone(name: str | None) -> str | None:
+        return None if name in elsewhere else name
+
+    return [call._replace(weight=alone(call.weight), bias=alone(call.bias)) for call in calls]
+
+
+def by_reach(calls: list[LayerCall], reached: Sequence[Tensor | None]) -> list[LayerCall]:
+    """The calls, cut into sequences only where one prediction reaches one sequence alone, and with `local` set.
+
+    Args:
+        calls: As captured.
+        reached: The gradient of one prediction at their outputs.
+    """
+    found = []
+    for call, d in zip(calls, reached):
+        rows = torch.zeros(1, 1) if d is None else call.cut(d).ne(0).any(-1)  # (S, T)
+        apart = call if int(rows.any(1).sum()) <= 1 else call.joined()
+        found.append(apart._replace(local=call.local and int(rows.sum()) <= 1))
+    return found
 
 
 Use = tuple[LayerCall, Tensor]
@@ -131,6 +187,8 @@ def uses_of(calls: list[LayerCall], gradients: Sequence[Tensor | None]) -> dict[
         if d is None:
             continue
         d = call.cut(_wide(d))
+        if call.padding is not None:
+            d = d.masked_fill((call.x == call.padding).unsqueeze(-1), 0.0)
         if call.weight is not None:
             uses.setdefault(call.weight, []).append((call, d))
         if call.bias is not None:

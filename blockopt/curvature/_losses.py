@@ -70,7 +70,8 @@ def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) ->
             "The loss uses size_average or reduce, which torch has replaced. Use reduction='mean', 'sum' or 'none'."
         )
     if func is F.cross_entropy:
-        return _read_cross_entropy(prediction, target, weight, arguments["ignore_index"], reduction, value)
+        smoothing = arguments["label_smoothing"]
+        return _read_cross_entropy(prediction, target, weight, arguments["ignore_index"], smoothing, reduction, value)
     if weight is not None or arguments.get("pos_weight") is not None:
         raise ValueError(f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead.")
     if prediction.shape != target.shape:
@@ -85,22 +86,30 @@ def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) ->
 
 
 def _read_cross_entropy(
-    prediction: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, value: Tensor
+    prediction: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    value: Tensor,
 ) -> LossCall:
+    """A row's loss `-Σ_c t_c log p_c` has the curvature `Σ_c t_c` times `diag(p) - p pᵀ`, with class weights in t."""
     class_dim = 0 if prediction.ndim == 1 else 1
     logits = prediction.detach().movedim(class_dim, -1)
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    classes = probabilities.shape[-1]
+    by_class = probabilities.new_ones(classes) if class_weights is None else class_weights.to(probabilities)
+    number: Any
     if target.is_floating_point():
-        if weight is not None:
-            raise ValueError(
-                "Cross-entropy with class weights and soft targets has no closed form here. Leave out one of them."
-            )
-        weights = target.movedim(class_dim, -1).sum(-1).to(probabilities)
-        number: Any = weights.numel()
+        weights = target.movedim(class_dim, -1).to(probabilities) @ by_class
+        number = weights.numel()
+        seen = torch.ones_like(weights)
     else:
-        seen = target != ignore_index
-        weights = seen.to(probabilities) if weight is None else weight.to(probabilities)[target.where(seen, 0)] * seen
+        seen = (target != ignore_index).contiguous().to(probabilities)
+        weights = by_class[target.where(seen > 0, 0)] * seen
         number = weights.sum()
+    weights = (1 - smoothing) * weights + smoothing * by_class.mean() * seen
     weights = weights / number if reduction == "mean" else weights
     return LossCall(prediction, value, class_dim, probabilities, weights, reduction != "none")
 
@@ -165,15 +174,27 @@ class LossCurvature:
             for row in weights.flatten().nonzero().flatten():
                 one = torch.zeros_like(weights)
                 one.view(-1)[row] = weights.flatten()[row]
-                for index in range(1 if call.probabilities is None or call.class_dim is None else call.probabilities.shape[-1]):
-                    if call.class_dim is None or call.probabilities is None:
-                        vector = one.sqrt()
-                    else:
-                        labels = torch.full((weights.numel(), 1), index, device=weights.device)
-                        vector = self._class_vector(call, one * call.probabilities[..., index], labels)
-                    vectors = [torch.zeros_like(prediction) for prediction in self.predictions]
-                    vectors[position] = vector.to(call.prediction.dtype)
-                    yield vectors
+                if call.class_dim is None or call.probabilities is None:
+                    yield self._only(position, one.sqrt())
+                    continue
+                for index in range(call.probabilities.shape[-1]):
+                    labels = torch.full((weights.numel(), 1), index, device=weights.device)
+                    yield self._only(position, self._class_vector(call, one * call.probabilities[..., index], labels))
+
+    def last_rows(self) -> Iterator[list[Tensor]]:
+        """For each prediction, random numbers on the last row that has a weight, or 1 at the last such element."""
+        for position, (call, weights) in enumerate(zip(self._calls, self._weights)):
+            one = torch.zeros_like(weights)
+            one.view(-1)[weights.flatten().nonzero()[-1:]] = 1.0
+            if call.class_dim is not None and call.probabilities is not None:
+                one = (one.unsqueeze(-1) * torch.rand_like(call.probabilities)).movedim(-1, call.class_dim)
+            yield self._only(position, one)
+
+    def _only(self, position: int, vector: Tensor) -> list[Tensor]:
+        """The vector for the prediction at a position, and zeros for the others."""
+        vectors = [torch.zeros_like(prediction) for prediction in self.predictions]
+        vectors[position] = vector.to(vectors[position])
+        return vectors
 
     @staticmethod
     def _class_vector(call: LossCall, weights: Tensor, labels: Tensor) -> Tensor:

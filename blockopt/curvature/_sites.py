@@ -86,8 +86,11 @@ class Site:
     @cached_property
     def attention(self) -> Attention:
         """The numbers of the call."""
-        key = self.projections.get("key")
-        groups = self.call.key.shape[1] if key is None or key.heads(1) is None else key.width // self.call.key.shape[-1]
+        groups = self.call.key.shape[1]
+        for role in ("key", "value"):
+            projection = self.projections.get(role)
+            if projection is not None and projection.heads(1) is not None:
+                groups = projection.width // getattr(self.call, role).shape[-1]
         return Attention.of(self.call, groups)
 
     def _compare(self, role: str) -> tuple[str, float]:

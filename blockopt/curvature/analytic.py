@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from blockopt.attention import capture_attention
 from blockopt.blocks import Blocks
-from blockopt.curvature._layers import LayerCall, Use, by_position, capture_layers, squared_sums, uses_of
+from blockopt.curvature._layers import LayerCall, Use, by_position, by_reach, capture_layers, checked, squared_sums, uses_of
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
 from blockopt.curvature._passes import (
     Curvature,
@@ -123,9 +123,11 @@ def _add_outer(
     generator: torch.Generator,
 ) -> None:
     """Add the Gauss-Newton traces."""
+    layers = checked(layers, curvature.predictions, {p: name for name, p in parameters.items()})
+    layers, local = _independence(curvature, layers, sites)
     known = {name for layer in layers for name in (layer.weight, layer.bias)}
     rest = {name: p for name, p in parameters.items() if name not in known}
-    top = sites[-1] if sites and _is_local(curvature.predictions, sites[-1].call.output) else None
+    top = sites[-1] if local else None
     inputs: list[Any] = [*(layer.edge for layer in layers), *rest.values(), *([top.call.output] if top else [])]
     factor = 1.0 if num_probes is None else 1 / num_probes
     vectors = curvature.factors() if num_probes is None else (curvature.sample(generator) for _ in range(num_probes))
@@ -142,20 +144,29 @@ def _add_outer(
                 traces[name] += factor * block_dots(g, g, blocks[name]).to(traces[name])
 
 
+def _independence(curvature: LossCurvature, layers: list[LayerCall], sites: list[Site]) -> tuple[list[LayerCall], bool]:
+    """Which gradients labels drawn row by row make independent, tried on the last row of each prediction.
+
+    Labels couple all that one row of predictions depends on: usually one sequence, but all of them under a contrastive loss,
+    and above the last attention usually one position, but not if positions are pooled.
+
+    Returns:
+        The layers, cut into sequences only where these are independent, and whether the outputs of the last attention are
+        independent from position to position.
+    """
+    outputs = [site.call.output for site in sites[-1:]]
+    inputs: list[Any] = [*(layer.edge for layer in layers), *outputs]
+    local = bool(sites)
+    for vector in curvature.last_rows() if inputs else ():
+        gradients = torch.autograd.grad(curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True)
+        layers = by_reach(layers, gradients[: len(layers)])
+        for gradient in gradients[len(layers) :]:
+            positions = 0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())  # of (B, H, T, dv)
+            local = local and positions <= 1
+    return layers, local
+
+
 def _apart(uses: list[Use], attention_calls: int) -> list[Use]:
-    """Position by position, if the layer is above all attention and the weight has no other use."""
-    return [by_position(uses[0])] if len(uses) == 1 and uses[0][0].attention_calls == attention_calls else uses
-
-
-def _is_local(predictions: list[Tensor], output: Tensor) -> bool:
-    """Whether each prediction depends on the attention output at one position only, tried on one prediction in the middle."""
-    vectors = []
-    for prediction in predictions:
-        rows = prediction.new_zeros(prediction.numel() // prediction.shape[-1], prediction.shape[-1])
-        rows[len(rows) // 2].uniform_()
-        vectors.append(rows.view(prediction.shape))
-    (gradient,) = torch.autograd.grad(predictions, output, vectors, retain_graph=True, allow_unused=True)
-    if gradient is None:
-        return False
-    reached = gradient.transpose(-2, -3).flatten(-2).ne(0).any(-1)  # (B, T)
-    return int(reached.sum()) <= len(predictions)
+    """Position by position, if the layer is above all attention, positions are independent and the weight has no other use."""
+    call = uses[0][0]
+    return [by_position(uses[0])] if len(uses) == 1 and call.local and call.attention_calls == attention_calls else uses

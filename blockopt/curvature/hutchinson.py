@@ -93,7 +93,10 @@ def hutchinson(
 
 
 def probe_factors(gradients: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:
-    """One over the root mean square gradient of each block, in units of that of the whole gradient, within bounds."""
+    """One over the root mean square gradient of each block, in units of that of the whole gradient, within bounds.
+
+    Rounded to powers of two, which every dtype holds exactly: what the signs are multiplied by is what is divided out.
+    """
     squares = {name: block_dots(g, g, blocks[name]) for name, g in gradients.items()}
     entries = sum(g.numel() for g in gradients.values())
     overall = sum(float(s.sum()) for s in squares.values()) / entries
@@ -102,7 +105,7 @@ def probe_factors(gradients: Mapping[str, Tensor], blocks: Mapping[str, Blocks])
     factors = {}
     for name, square in squares.items():
         means = square / block_numel(tuple(gradients[name].shape), blocks[name].split).to(square) / overall
-        factors[name] = means.sqrt().clamp(min=1 / LARGEST_RATIO).reciprocal()
+        factors[name] = means.sqrt().clamp(min=1 / LARGEST_RATIO).log2().round().neg().exp2()
     return factors
 
 
