@@ -28,10 +28,14 @@ from blockopt.scaling import Level, block_groups, block_scales
 from blockopt.split import block_numel
 
 Estimator = Callable[[nn.Module, Any], Mapping[str, Tensor]]
-NAMES = ("analytic", "gauss_newton", "hutchinson", "directional", "secant", "gradient", "power_law")
+NAMES = ("analytic", "gauss_newton", "hutchinson", "directional", "secant", "newton", "gradient", "power_law")
 WITHOUT_LOSS = ("gradient", "power_law")
-ALONG_UPDATE = ("directional", "secant")
+ALONG_UPDATE = ("directional", "secant", "newton")
 FAILURES_IN_A_ROW = 3
+
+
+class _NowherePositive(FloatingPointError):
+    """The curvature of no group of blocks is positive, as may happen where the loss is not convex: no sign of an error."""
 
 
 class BlockLR:
@@ -59,9 +63,9 @@ class BlockLR:
     Micro-batches of gradient accumulation, steps that a `GradScaler` leaves out and steps that the optimizer refuses do not
     count.
 
-    A loss that is not finite, a lack of memory, a closure that returns no loss, and curvature that is not finite or nowhere
-    positive leave the scales as they are, warn once, and are counted in `failures`; the third in a row raises. Other errors
-    raise at once.
+    A loss or a curvature that is not finite, a lack of memory and a closure that returns no loss leave the scales as they are,
+    warn once, and are counted in `failures`; the third in a row raises. So does curvature that is nowhere positive, but without
+    ever raising. Other errors raise at once.
 
     Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and all hold the same scales.
 
@@ -69,10 +73,11 @@ class BlockLR:
         optimizer: One of blockopt's, or any `torch.optim.Optimizer` with several groups, wrapped by `accelerate` or not. A
             second BlockLR on an optimizer takes the place of the first.
         model: The model that it trains, under any wrapper.
-        curvature: One of "gauss_newton", "analytic", "hutchinson", "directional", "secant", "gradient" and "power_law", see
-            `blockopt.curvature`; or a function of the model and of what `step` is given, which returns `{parameter name:
-            tensor of num_blocks}`, and which runs in evaluation mode and without gradients to see. "directional" and "secant"
-            keep a copy of the parameters from before the step that a refresh follows.
+        curvature: One of "gauss_newton", "analytic", "hutchinson", "directional", "secant", "newton", "gradient" and
+            "power_law", see `blockopt.curvature`; or a function of the model and of what `step` is given, which returns
+            `{parameter name: tensor of num_blocks}`, and which runs in evaluation mode and without gradients to see.
+            "directional", "secant" (the same from two gradients) and "newton" look along the optimizer's update, for which
+            they keep a copy of the parameters from before the step that a refresh follows.
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow; from then on the scales stay.
@@ -163,7 +168,8 @@ class BlockLR:
 
         Args:
             losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them, which
-                are averaged by tokens. "gradient" and "power_law" need none.
+                are averaged by tokens. A closure is called twice by "secant" and "newton", and must then take the same batch:
+                draw it before. "gradient" and "power_law" need none.
 
         Raises:
             ValueError: If the curvature needs a loss and there is none; or about the model, the loss function, or what a
@@ -235,8 +241,12 @@ class BlockLR:
             return estimators.power_law(model, blocks=blocks)
         assert losses is not None
         if name in ALONG_UPDATE:
+            update = self._attached.take_update()
+            if name == "newton":
+                scales = self.last_scales.as_dict()  # which the update was made with
+                return estimators.newton(model, losses, update, blocks=blocks, scales=scales, by=self._options["by"])
             method: Method = "exact" if name == "directional" else "secant"
-            return estimators.directional(model, losses, self._attached.take_update(), blocks=blocks, method=method)
+            return estimators.directional(model, losses, update, blocks=blocks, method=method)
         estimator = {
             "analytic": estimators.analytic,
             "gauss_newton": estimators.gauss_newton,
@@ -253,7 +263,7 @@ class BlockLR:
         try:
             return block_scales(curvature, self._model, blocks, **self._options)
         except ValueError as error:  # options, names and lengths have been checked: nothing positive was measured
-            raise FloatingPointError(str(error)) from None
+            raise _NowherePositive(str(error)) from None
 
     def _smoothed(self, name: str, new: Tensor) -> Tensor:
         old = self._log_scales.get(name)
@@ -275,7 +285,7 @@ class BlockLR:
     def _fail(self, error: Exception) -> None:
         """Keep the scales for now."""
         self.failures += 1
-        self._failures_in_a_row += 1
+        self._failures_in_a_row += not isinstance(error, _NowherePositive)
         cause = f"{type(error).__name__}: {error}"
         if self._failures_in_a_row >= FAILURES_IN_A_ROW:
             raise RuntimeError(

@@ -294,40 +294,46 @@ def test_parameters_may_be_frozen_and_thawed_in_between():
     assert not torch.equal(optimizer.block_scales()["wpe.weight"], before)
 
 
-@pytest.mark.parametrize("curvature", ["directional", "secant"])
+@pytest.mark.parametrize("curvature", ["directional", "secant", "newton"])
 def test_curvature_along_the_update_gets_the_update_of_the_step_before(curvature, monkeypatch):
     seen = []
 
-    def spy(model, losses, update, *, blocks, method):
-        seen.append((update, method))
-        return {name: torch.ones(entry.num_blocks) for name, entry in blocks.items()}
+    def spy(model, losses, update, *, blocks, **options):
+        seen.append((update, options))
+        return {name: torch.arange(1.0, entry.num_blocks + 1) for name, entry in blocks.items()}
 
-    monkeypatch.setattr("blockopt.curvature.directional", spy)
-    model, optimizer, block_lr = attached(curvature, every=2)
+    monkeypatch.setattr("blockopt.curvature.newton" if curvature == "newton" else "blockopt.curvature.directional", spy)
+    model, optimizer, block_lr = attached(curvature, every=2, by="layer")
     for number in range(3):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        scales = optimizer.block_scales()
         take_step(model, optimizer, number)
         copies = block_lr._attached._before
         assert (copies is not None) == (number != 1)
         block_lr.step(lambda: token_loss(model))
         assert block_lr._attached._before is None
         if number != 1:
-            update, method = seen[-1]
-            assert method == {"directional": "exact", "secant": "secant"}[curvature]
+            update, options = seen[-1]
+            if curvature == "newton":
+                assert options["by"] == "layer"
+                assert all(torch.equal(scale, scales[name]) for name, scale in options["scales"].items())
+                assert (number == 0) == all((scale == 1).all() for scale in options["scales"].values())
+            else:
+                assert options == {"method": {"directional": "exact", "secant": "secant"}[curvature]}
             for name, p in model.named_parameters():
                 torch.testing.assert_close(update[name], p.detach() - before[name], rtol=0, atol=0)
                 assert update[name].any()
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("curvature", ["directional", "secant", "gauss_newton"])
+@pytest.mark.parametrize("curvature", ["directional", "secant", "newton", "gauss_newton"])
 def test_a_schedule_that_starts_at_zero_postpones_what_needs_an_update(curvature):
     model, optimizer, block_lr = attached(curvature, every=10)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 1) / 10)  # 0, 0, 0.1, …
     for number in range(4):
         take_step(model, optimizer, number)
         scheduler.step()
-        block_lr.step(lambda: token_loss(model, 9))
+        block_lr.step(lambda number=number: token_loss(model, number))
     assert [refresh.step for refresh in block_lr.history] == [1 if curvature == "gauss_newton" else 3]
     assert block_lr.failures == 0
 
@@ -379,6 +385,14 @@ def test_curvature_that_no_scale_can_be_made_of_is_a_failure(value):
         block_lr.step()
     assert block_lr.failures == 1
     assert all((scale == 1).all() for scale in optimizer.block_scales().values())
+    for _ in range(4):
+        take_step(model, optimizer)
+        if math.isfinite(value) or block_lr.failures < 2:  # a loss that is not convex is no reason to stop
+            block_lr.step()
+        else:
+            with pytest.raises(RuntimeError, match="in a row"):
+                block_lr.step()
+    assert block_lr.failures == 5
 
 
 def test_one_block_that_is_not_finite_is_a_failure():
@@ -539,7 +553,12 @@ def test_every_family_trains_with_every_estimator_that_applies(family, curvature
         assert len(block_lr.history) + block_lr.failures == 3
         assert block_lr.history
         assert all(torch.isfinite(p).all() for p in model.parameters())
-        if curvature not in ("hutchinson", "directional", "secant"):  # which may find nothing but negative curvature so early
+        if curvature not in (
+            "hutchinson",
+            "directional",
+            "secant",
+            "newton",
+        ):  # which may find nothing but negative curvature so early
             scales = torch.cat(list(block_lr.last_scales.as_dict().values()))
             assert scales.max() > 1.02 > 0.95 > scales.min()
             assert block_lr.failures == 0
