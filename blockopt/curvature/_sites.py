@@ -26,13 +26,18 @@ ROLES = ("query", "key", "value")
 
 
 class Projection:
-    """The part of a weight, and of its bias, that makes the queries, keys or values of a call."""
+    """The part of a weight, and of its bias, that makes the queries, keys or values of a call.
+
+    Attributes:
+        mask: Which blocks of the weight.
+        inputs: For the weight and for the bias its name, which of its blocks, and what it multiplies, (B, S, D) or ones.
+    """
 
     def __init__(self, role: str, weight: str, bias: str | None, x: Tensor, y: Tensor | None, blocks: Blocks) -> None:
-        self.weight, self.bias, self.x = weight, bias, x
-        self.mask = torch.tensor([r == role for r in blocks.block_roles])  # which blocks of the weight
-        self.bias_mask = self.mask
-        self.ones = torch.ones_like(x[..., :1])  # the input of the bias
+        self.mask = torch.tensor([r == role for r in blocks.block_roles])
+        self.inputs = [(weight, self.mask, x)]
+        if bias is not None:
+            self.inputs.append((bias, self.mask, torch.ones_like(x[..., :1])))
         self._y, self._blocks = y, blocks
 
     @cached_property
@@ -54,9 +59,15 @@ class Projection:
         y = self._y[0] if self._blocks.split is None else self._y[0][..., self._columns.to(self._y.device)]
         return y.view(len(y), -1, width).transpose(0, 1)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """One value a head, summed to one a block of this role."""
-        return values.view(int(self.mask.sum()), -1).sum(1)
+
+def _by_block(values: Tensor, mask: Tensor) -> Tensor:
+    """One value a head, summed to one a block of the mask."""
+    return values.view(int(mask.sum()), -1).sum(1)
+
+
+def _are_heads(name: str, mask: Tensor, heads: int, blocks: Mapping[str, Blocks]) -> bool:
+    """Whether the blocks of the mask are those of a parameter, and are heads or groups of them."""
+    return len(mask) == blocks[name].num_blocks and bool(mask.any()) and heads % int(mask.sum()) == 0
 
 
 class Site:
@@ -81,17 +92,26 @@ class Site:
         module = model.get_submodule(call.module)
         if isinstance(module, nn.MultiheadAttention) and call.x is not None:
             found = _torch_projections(call, module, blocks)
-        return Site(call, found)
+        site = Site(call, found)
+        for role, projection in found.items():  # blocks of one's own need not be made of whole heads
+            heads = call.query.shape[1] if role == "query" else site.groups
+            projection.inputs = [entry for entry in projection.inputs if _are_heads(*entry[:2], heads, blocks)]
+        return site
 
     @cached_property
-    def attention(self) -> Attention:
-        """The numbers of the call."""
+    def groups(self) -> int:
+        """The number of key heads, before any repetition."""
         groups = self.call.key.shape[1]
         for role in ("key", "value"):
             projection = self.projections.get(role)
             if projection is not None and projection.heads(1) is not None:
                 groups = projection.width // getattr(self.call, role).shape[-1]
-        return Attention.of(self.call, groups)
+        return groups
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The numbers of the call."""
+        return Attention.of(self.call, self.groups)
 
     def _compare(self, role: str) -> tuple[str, float]:
         """How what attention was given differs from the projection's output: "plain", "rotated" or "other", and its factor.
@@ -112,39 +132,33 @@ class Site:
     def add_functional(self, traces: dict[str, Tensor], g: Tensor) -> None:
         """Add the functional part of the query and key blocks, for the gradient g at the attention output."""
         query, key = self.projections.get("query"), self.projections.get("key")
-        scores = score_derivatives(self.attention, g)
+        scores = score_derivatives(self.attention, g.to(self.attention.weights.dtype))
         if query is not None and (compared := self._compare("query"))[0] != "other":
             per_position = compared[1] ** 2 * functional_query(self.attention, scores)
-            per_head = (per_position * query.x.square().sum(-1).unsqueeze(1)).sum((0, 2))
-            traces[query.weight][query.mask] += query.spread(per_head)
-            if query.bias is not None:
-                traces[query.bias][query.bias_mask] += query.spread(per_position.sum((0, 2)))
+            for name, mask, x in query.inputs:
+                per_head = (per_position * x.square().sum(-1).unsqueeze(1)).sum((0, 2))
+                traces[name][mask] += _by_block(per_head, mask).to(traces[name])
         if key is not None and (compared := self._compare("key"))[0] != "other":
-            for name, mask, x in ((key.weight, key.mask, key.x), (key.bias, key.bias_mask, key.ones)):
-                if name is not None:
-                    traces[name][mask] += compared[1] ** 2 * key.spread(functional_key(self.attention, scores, x))
+            for name, mask, x in key.inputs:
+                per_head = compared[1] ** 2 * functional_key(self.attention, scores, x)
+                traces[name][mask] += _by_block(per_head, mask).to(traces[name])
 
     def add_outer(
         self, traces: dict[str, Tensor], uses: dict[str, list[Use]], delta: Tensor, blocks: Mapping[str, Blocks], factor: float
     ) -> None:
         """Add one factor of Λ for the projections and take them out of `uses`: where nothing above mixes positions."""
         delta = delta.to(self.attention.weights.dtype)
-        names = {
-            name for p in self.projections.values() for name in (p.weight, p.bias) if name in uses and len(uses[name]) == 1
-        }
-        for name in names:
+        inputs = [(role, *entry) for role, projection in self.projections.items() for entry in projection.inputs]
+        for name in {name for _, name, _, _ in inputs if name in uses and len(uses[name]) == 1}:
             use, split = uses.pop(name)[0], blocks[name].split
             sums = squared_sums([use], split)
             local = squared_sums([by_position(use)], split)
-            for role, projection in self.projections.items():
-                if name not in (projection.weight, projection.bias):
-                    continue
-                x = projection.x if name == projection.weight else projection.ones
+            for role, mask, x in [(role, mask, x) for role, other, mask, x in inputs if other == name]:
                 if role == "query":
-                    sums = torch.where(projection.mask.to(sums.device), local, sums)
+                    sums = torch.where(mask.to(sums.device), local, sums)
                 elif (compared := self._compare(role))[0] == "plain":
                     form = outer_key if role == "key" else outer_value
-                    sums[projection.mask] = compared[1] ** 2 * projection.spread(form(self.attention, delta, x)).to(sums)
+                    sums[mask] = compared[1] ** 2 * _by_block(form(self.attention, delta, x), mask).to(sums)
             traces[name] += factor * sums.to(traces[name])
 
 
@@ -160,10 +174,16 @@ def _torch_projections(
         name, bias = prefix + ("in_proj_weight" if fused else f"{role[0]}_proj_weight"), f"{prefix}in_proj_bias"
         if x is None or name not in blocks or x.shape[0] != call.query.shape[0]:
             continue
-        projection = Projection(role, name, bias if bias in blocks else None, x.detach(), None, blocks[name])
-        projection.bias_mask = (torch.arange(3 * module.num_heads) // module.num_heads) == index
-        if role == "key":  # rows that bias_k and add_zero_attn append have no input
-            rows = (0, 0, 0, call.key.shape[-2] - x.shape[1])
-            projection.x, projection.ones = F.pad(projection.x, rows), F.pad(projection.ones, rows)
+        projection = Projection(role, name, None, x.detach(), None, blocks[name])
+        if bias in blocks:  # that of query, key and value, even where their weights are not fused
+            third = torch.arange(blocks[bias].num_blocks) * 3 // blocks[bias].num_blocks
+            projection.inputs.append((bias, third == index, torch.ones_like(x[..., :1])))
+        if role == "key":  # bias_k and add_zero_attn append rows that have no input
+            appended = (0, 0, 0, call.key.shape[-2] - x.shape[1])
+            projection.inputs = [(name, mask, F.pad(given, appended)) for name, mask, given in projection.inputs]
+            own = f"{prefix}bias_k"
+            if own in blocks:
+                row = (torch.arange(call.key.shape[-2], device=x.device) == x.shape[1]).to(x).view(1, -1, 1)
+                projection.inputs.append((own, torch.ones(blocks[own].num_blocks, dtype=torch.bool), row.expand(len(x), -1, 1)))
         found[role] = projection
     return found

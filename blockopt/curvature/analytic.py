@@ -53,7 +53,7 @@ def analytic(
       depth, mask, grouping of heads, RoPE or QK-norm.
     - "functional": what the softmax adds to queries and keys through its own second derivative. Exact for queries (with RoPE
       too) and for keys without RoPE. With RoPE the keys' term takes the rotation between two keys for the identity; with
-      QK-norm both terms are left out. It is zero for all other blocks: their maps are linear in their own weights.
+      QK-norm, or for blocks that are no whole heads, both terms are left out. It is zero for all other blocks: their maps are linear in their own weights.
     - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton; that vanishes as the model
       fits its data, and is large at initialisation if norms see small inputs. `hutchinson` has all of it.
 
@@ -97,16 +97,17 @@ def analytic(
         ):
             loss = evaluation()
         sites = [Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)]
-        dtype = torch.promote_types(loss.dtype, torch.float32)
-        traces = {n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=dtype) for n, p in parameters.items()}
-        if part != "functional":
-            curvature = LossCurvature(loss, seen.calls)
-            _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
-        if part != "outer" and attention:
-            gradients = torch.autograd.grad(loss, [call.output for call in attention], allow_unused=True)
-            for site, g in zip(sites, gradients):
-                if g is not None:
-                    site.add_functional(traces, g.to(dtype))
+        wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in parameters.items()}
+        traces = {n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=wide[n]) for n, p in parameters.items()}
+        with torch.autocast(loss.device.type, enabled=False):  # that of the caller
+            if part != "functional":
+                curvature = LossCurvature(loss, seen.calls)
+                _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
+            if part != "outer" and attention:
+                gradients = torch.autograd.grad(loss, [call.output for call in attention], allow_unused=True)
+                for site, g in zip(sites, gradients):
+                    if g is not None:
+                        site.add_functional(traces, g)
         return traces
 
     return mean_over_batches(model, losses, blocks, traces_of)
