@@ -53,7 +53,8 @@ def analytic(
       depth, mask, grouping of heads, RoPE or QK-norm.
     - "functional": what the softmax adds to queries and keys through its own second derivative. Exact for queries (with RoPE
       too) and for keys without RoPE. With RoPE the keys' term takes the rotation between two keys for the identity; with
-      QK-norm, or for blocks that are no whole heads, both terms are left out. It is zero for all other blocks: their maps are linear in their own weights.
+      QK-norm, or for blocks that are no whole heads, both terms are left out. It is zero for all other blocks: their maps
+      are linear in their own weights. (Those of LoRA factors in queries and keys are not, and left out too.)
     - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton; that vanishes as the model
       fits its data, and is large at initialisation if norms see small inputs. `hutchinson` has all of it.
 
