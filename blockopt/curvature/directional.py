@@ -81,12 +81,12 @@ def newton(
     by: Level = "role",
     method: Method = "secant",
 ) -> Curvature:
-    """Curvature along the update over the slope along it: one over the step that would lower the loss most.
+    """Curvature along the update over the slope along it: one over the step that would have lowered the loss most.
 
-    For a group of blocks the second-order model along its part of the update is lowest at `-g·u / (H u)·u` times the step that
-    was taken. Plain curvature does not know how much there is to gain: a block may be flat and still have arrived. Both sums
+    From the weights before the update, the second-order model of a group of blocks is lowest at `-g·u / (H u)·u` times the step
+    that was taken. Plain curvature does not know how much there is to gain: a block may be flat and have arrived. Both sums
     are taken over the group before they are divided, since those of a single block are noisy, and all blocks of a group get
-    the same value. A group that the update does not improve counts as the sharpest one.
+    the same value. A group that the update does not improve counts as the sharpest one; if none improves, all count alike.
 
     Args:
         model: Any module; with `method="exact"` its parameters must be whole (not FSDP2).
@@ -102,28 +102,28 @@ def newton(
         `{parameter name: curvature over slope of each block's group}`.
 
     Raises:
-        ValueError: If the update does not fit the parameters, or no group descends.
+        ValueError: If the update does not fit the parameters, or one is sharded and the method exact.
 
     Example:
-        Loss `9 w²` at w = 1 after a step of -1/2: two more such steps would reach the minimum, so this is one half.
+        Loss `9 w²` at w = 1 after a step of -1/2: three such steps would have reached the minimum.
 
         >>> model, x = nn.Linear(1, 1, bias=False), torch.tensor([[3.0]])
         >>> _ = nn.init.ones_(model.weight)
         >>> newton(model, lambda: model(x).square().sum(), {"weight": torch.tensor([[-0.5]])})
-        {'weight': tensor([0.5000])}
+        {'weight': tensor([0.3333])}
     """
     blocks = checked_blocks(model, blocks)
     along = along_update(model, losses, update, blocks=blocks, method=method)
     labels, groups = block_groups(blocks, by)
-    slope, row_sum = (_sum_groups(part, groups, len(labels)) for part in (along.slope, along.row_sum))
-    if not bool((slope < 0).any()):
-        raise FloatingPointError("The update lowers the loss of these batches in no group of blocks: there is no best step.")
-    values = torch.where(slope < 0, row_sum / -slope, torch.nan)
+    after, row_sum = (_sum_groups(part, groups, len(labels)) for part in (along.slope, along.row_sum))
+    slope = after - row_sum  # before the update
+    values = row_sum / -slope
     if scales is not None:
         sizes = {name: torch.ones_like(groups[name], dtype=torch.float64) for name in blocks}
         logs = {name: scales[name].to("cpu", torch.float64).log() for name in blocks}
         values = values / (_sum_groups(logs, groups, len(labels)) / _sum_groups(sizes, groups, len(labels))).exp()
-    values = torch.where(slope < 0, values, values.nan_to_num(-torch.inf).max())
+    descends = slope < 0
+    values = torch.where(descends, values, values[descends].max()) if bool(descends.any()) else torch.ones_like(values)
     return {name: values[groups[name]].to(along.slope[name]) for name in blocks}
 
 

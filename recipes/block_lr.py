@@ -1,0 +1,68 @@
+"""Train a small GPT-2 with a learning rate for every block, and look at what the blocks got.
+
+    python recipes/block_lr.py                          a minute on two cores
+    python recipes/block_lr.py --curvature analytic     another estimator
+    python recipes/block_lr.py --help
+
+Writes `block_lr.png`, the curvature and the scale of each role over the steps, and the same numbers as `block_lr.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+import blockopt
+from recipes.demo import CONFIG, batch, decayed, evaluate, learning_rate, standard_library
+from recipes.gpt2 import GPT2
+
+
+def main() -> None:
+    """Train, print the table of scales, draw their history."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
+    parser.add_argument("--curvature", default="newton", choices=blockopt.block_lr.NAMES, help="default: %(default)s")
+    parser.add_argument("--every", type=int, default=10, help="optimizer steps between refreshes (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the probes (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder to write to (default: %(default)s)")
+    options = parser.parse_args()
+    if options.steps < 1 or options.lr <= 0:
+        parser.error("needs --steps >= 1 and --lr > 0")
+
+    torch.manual_seed(options.seed)
+    training, validation = standard_library()
+    model = GPT2(CONFIG)
+    optimizer = blockopt.BlockAdamW(decayed(model), lr=options.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps, 1.0))
+    block_lr = blockopt.BlockLR(optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+    tokens = batch(training, 16, CONFIG.context, generator)
+    for _ in track(range(options.steps), description="training"):
+        model(*tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        tokens = batch(training, 16, CONFIG.context, generator)  # the next batch, which the step has not seen
+        block_lr.step(lambda tokens=tokens: model(*tokens))
+        optimizer.zero_grad()
+
+    console = Console()
+    console.print(f"loss on held-out files after {options.steps} steps: {evaluate(model, validation, CONFIG.context):.3f}")
+    console.print(f"{len(block_lr.history)} refreshes; scales after the last:\n{block_lr.last_scales}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    block_lr.history.plot(options.output / "block_lr.png")
+    block_lr.history.to_csv(options.output / "block_lr.csv")
+    console.print(f"Wrote {options.output / 'block_lr.png'} and {options.output / 'block_lr.csv'}")
+
+
+if __name__ == "__main__":
+    main()
