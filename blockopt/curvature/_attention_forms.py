@@ -8,8 +8,12 @@ Singh, ICLR 2025, in the compact form of sums over positions of a rank-one matri
                                      tr H_f(K,K) = scale² Σ_i |q_i|² Σ_j A_ij s_ij |x_j - m_i|²
 
 where k̄_i and m_i are the A-weighted means of keys and inputs; it is exact in a network of any depth, since it only needs the
-gradient. The outer part needs Λ_i, the curvature of the loss in the output of position i. Where nothing above mixes
-positions, one factor `δ_i` of `Λ_i = Σ δ_i δ_iᵀ` contributes
+gradient. RoPE leaves the form of the queries as it is, with k the rotated keys. In that of the keys `q_i ⊗ (x_j - m_i)` becomes
+`R_jᵀ q_i ⊗ x_j` minus its mean, for the rotation R_j at position j. The products `q_iᵀ R_j R_lᵀ q_i` that this takes are, being
+even in the angle, the mean of `(q_iᵀ R_jᵀ r) (q_iᵀ R_lᵀ r)` over random vectors r, or its sum over a basis.
+
+The outer part needs Λ_i, the curvature of the loss in the output of position i. Where nothing above mixes positions, one factor
+`δ_i` of `Λ_i = Σ δ_i δ_iᵀ` contributes
 
     queries: scale² Σ_i |x_i|² |C_iᵀ δ_i|²    keys: scale² Σ_i |q_i|² |D_iᵀ δ_i|²    values: Σ_i |m_i|² |δ_i|²
 
@@ -18,6 +22,7 @@ with `C_i = Cov(v, k)` and `D_i = Cov(v, x)` under A_i, so that `D_iᵀ δ_i = �
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,24 +80,38 @@ def functional_query(attention: Attention, scores: Tensor) -> Tensor:
     return attention.scale**2 * _weighted_squares(attention.weights, scores, attention.key)
 
 
-def functional_key(attention: Attention, scores: Tensor, x: Tensor) -> Tensor:
-    """`tr H_f(K,K)` of each key head, (G,). Exact unless keys are rotated or normalised after their projection.
+def functional_key(attention: Attention, scores: Tensor, x: Tensor, rotated: Sequence[Tensor] | None = None) -> Tensor:
+    """`tr H_f(K,K)` of each key head, (G,). Exact unless keys are normalised after their projection.
 
     Args:
         attention: The call.
         scores: `score_derivatives` at the gradient of the loss.
         x: Input of the key projection, (B, S, D), or ones for its bias.
+        rotated: `R_jᵀ r` for keys that are rotated, (B, H, S, dk) for each of some vectors r whose `r rᵀ` sum up to the
+            identity, or do so in the mean.
     """
-    squares = _weighted_squares(attention.weights, scores, x.unsqueeze(1)) * attention.query.square().sum(-1)
+    x = x.unsqueeze(1)
+    norms = attention.query.square().sum(-1)
+    if rotated is None:
+        squares = norms * _weighted_squares(attention.weights, scores, x)
+    else:
+        squares = norms * (scores @ x.square().sum(-1, keepdim=True)).squeeze(-1)
+        for directions in rotated:
+            along = attention.query @ directions.mT
+            squares = squares - 2 * _products(attention.weights * along, scores * along, x)
     return attention.by_group(attention.scale**2 * squares.sum((0, 2)))
 
 
 def _weighted_squares(weights: Tensor, scores: Tensor, y: Tensor) -> Tensor:
     """`Σ_j scores_ij |y_j - ȳ_i|²` with ȳ the weighted mean, (B, H, T); as the scores of i sum to 0, `|ȳ_i|²` drops out."""
-    squares = scores @ y.square().sum(-1, keepdim=True)
+    return (scores @ y.square().sum(-1, keepdim=True)).squeeze(-1) - 2 * _products(weights, scores, y)
+
+
+def _products(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """`Σ_j a_ij y_j · Σ_l b_il y_l`, (B, H, T)."""
     if 2 * y.shape[-1] <= y.shape[-2]:
-        return squares.squeeze(-1) - 2 * ((weights @ y) * (scores @ y)).sum(-1)
-    return squares.squeeze(-1) - 2 * ((weights @ (y @ y.mT)) * scores).sum(-1)
+        return ((a @ y) * (b @ y)).sum(-1)
+    return ((a @ (y @ y.mT)) * b).sum(-1)
 
 
 def outer_key(attention: Attention, delta: Tensor, x: Tensor) -> Tensor:

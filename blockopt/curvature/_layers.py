@@ -90,7 +90,7 @@ def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator
     cut = partial(by_sequence, number=max(sizes, key=sizes.__getitem__, default=1), sequence_first=sequence_first)
     for name, kind, module, given, y, edge, source, before in seen:
         x = _derivative(module, given) if kind == "norm" else given
-        if x is None:
+        if x is None or (kind == "linear" and not _is_linear(module, x, y)):
             continue
         x = cut(x.unsqueeze(-1)).squeeze(-1) if kind == "embedding" else cut(_wide(x))
         own = dict(module.named_parameters(recurse=False))
@@ -101,16 +101,27 @@ def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator
 
 
 def _kind(module: nn.Module) -> Kind | None:
-    """What the module computes; None for types that change the forward of what they derive from, and for all else."""
+    """What the module computes, as its type says; None for all else."""
     forward = type(module).forward
     if forward is nn.Embedding.forward:
         return "embedding" if module.max_norm is None and not module.scale_grad_by_freq else None
-    if forward is nn.Linear.forward or (layouts.is_named(module, "Conv1D") and hasattr(module, "nf")):
+    if isinstance(module, nn.Linear) or (layouts.is_named(module, "Conv1D") and hasattr(module, "nf")):
         return "linear"
     own = list(module.parameters(recurse=False))
     named = "Norm" in type(module).__name__ and not isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm))
     has_weight = isinstance(getattr(module, "weight", None), Tensor)
     return "norm" if named and has_weight and all(p.ndim == 1 for p in own) else None
+
+
+@torch.no_grad()
+def _is_linear(module: nn.Module, x: Tensor, y: Tensor) -> bool:
+    """Whether a type that changes the forward of `nn.Linear` still computes what that does."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return True
+    if not module.weight.is_floating_point() or module.weight.shape != (module.out_features, module.in_features):
+        return False
+    expected = nn.functional.linear(x.to(module.weight.dtype), module.weight, module.bias).to(y.dtype)
+    return expected.shape == y.shape and torch.allclose(y, expected, rtol=1e-2, atol=1e-5)
 
 
 @torch.no_grad()

@@ -33,31 +33,19 @@ class Projection:
         inputs: For the weight and for the bias its name, which of its blocks, and what it multiplies, (B, S, D) or ones.
     """
 
-    def __init__(self, role: str, weight: str, bias: str | None, x: Tensor, y: Tensor | None, blocks: Blocks) -> None:
+    def __init__(self, role: str, weight: str, bias: str | None, x: Tensor, layer: LayerCall | None, blocks: Blocks) -> None:
         self.mask = torch.tensor([r == role for r in blocks.block_roles])
         self.inputs = [(weight, self.mask, x)]
         if bias is not None:
             self.inputs.append((bias, self.mask, torch.ones_like(x[..., :1])))
-        self._y, self._blocks = y, blocks
+        self.layer, self._blocks = layer, blocks
 
-    @cached_property
-    def width(self) -> int:
-        """How many outputs it has."""
+    def heads(self, y: Tensor, width: int) -> Tensor:
+        """(B, heads, S, width) of this role, from the output of the layer or a gradient at it, (B, S, outputs)."""
         split = self._blocks.split
-        return self._y.shape[-1] if split is None or self._y is None else int(self._columns.sum())  # type: ignore[union-attr]
-
-    @property
-    def _columns(self) -> Tensor:
-        split = self._blocks.split
-        assert split is not None
-        return self.mask[expand_along(torch.arange(split.num_blocks), split)]
-
-    def heads(self, width: int) -> Tensor | None:
-        """The output for the first sequence before RoPE and norms, (heads, S, width), or None if it is not known."""
-        if self._y is None:
-            return None
-        y = self._y[0] if self._blocks.split is None else self._y[0][..., self._columns.to(self._y.device)]
-        return y.view(len(y), -1, width).transpose(0, 1)
+        if split is not None:
+            y = y[..., self.mask[expand_along(torch.arange(split.num_blocks), split)].to(y.device)]
+        return y.reshape(*y.shape[:2], -1, width).transpose(1, 2)
 
 
 def _by_block(values: Tensor, mask: Tensor) -> Tensor:
@@ -88,7 +76,7 @@ class Site:
             for role in {role for role in blocks[layer.weight].roles if role in ROLES}:
                 if layer.x.shape[:2] == (batch, call.query.shape[-2] if role == "query" else keys):
                     entry = blocks[layer.weight]
-                    found[role] = Projection(role, layer.weight, layer.bias, layer.x, layer.y, entry)
+                    found[role] = Projection(role, layer.weight, layer.bias, layer.x, layer, entry)
         module = model.get_submodule(call.module)
         if isinstance(module, nn.MultiheadAttention) and call.x is not None:
             found = _torch_projections(call, module, blocks)
@@ -104,8 +92,8 @@ class Site:
         groups = self.call.key.shape[1]
         for role in ("key", "value"):
             projection = self.projections.get(role)
-            if projection is not None and projection.heads(1) is not None:
-                groups = projection.width // getattr(self.call, role).shape[-1]
+            if projection is not None and projection.layer is not None:
+                groups = projection.heads(projection.layer.y[:1], getattr(self.call, role).shape[-1]).shape[1]
         return groups
 
     @cached_property
@@ -118,18 +106,35 @@ class Site:
 
         OPT multiplies its queries by the scale of the scores before attention, RoPE rotates queries and keys.
         """
-        given: Tensor = getattr(self.call, role)[0].detach()
-        heads = self.projections[role].heads(given.shape[-1])
-        if heads is None:
+        layer, given = self.projections[role].layer, getattr(self.call, role)[:1].detach()
+        if layer is None:
             return "plain", 1.0
-        given = given[:: given.shape[0] // heads.shape[0]].to(heads.dtype)  # drops the repetitions of shared heads
+        heads = self.projections[role].heads(layer.y[:1], given.shape[-1])
+        given = given[:, :: given.shape[1] // heads.shape[1]].to(heads.dtype)  # drops the repetitions of shared heads
         factor = float(given.norm() / heads.norm().clamp(min=torch.finfo(heads.dtype).tiny))
         if torch.allclose(given, factor * heads, rtol=1e-3, atol=1e-5):
             return "plain", factor
         rotated = torch.allclose(given.norm(dim=-1), factor * heads.norm(dim=-1), rtol=1e-2, atol=1e-5)
         return ("rotated" if rotated else "other"), factor
 
-    def add_functional(self, traces: dict[str, Tensor], g: Tensor) -> None:
+    def _rotated(self, layer: LayerCall, factor: float, num_probes: int | None, generator: torch.Generator) -> list[Tensor]:
+        """`R_jᵀ r` for random signs r, or for all of a basis, (B, H, S, dk): the gradient of `r · k_j` before the rotation."""
+        key = self.call.key
+        basis = torch.eye(key.shape[-1], device=key.device, dtype=key.dtype)
+        if num_probes is not None:
+            signs = torch.randint(0, 2, (num_probes, key.shape[-1]), generator=generator, device=generator.device)
+            basis = (2 * signs - 1).to(basis) / num_probes**0.5
+        repeats = key.shape[1] // self.groups
+        along = []
+        for r in basis:
+            at_key = torch.zeros_like(key)
+            at_key[:, ::repeats] = r / factor
+            (gradient,) = torch.autograd.grad(key, layer.edge, at_key, retain_graph=True)
+            heads = self.projections["key"].heads(layer.cut(gradient), key.shape[-1])
+            along.append(heads.to(self.attention.query.dtype).repeat_interleave(self.call.query.shape[1] // self.groups, dim=1))
+        return along
+
+    def add_functional(self, traces: dict[str, Tensor], g: Tensor, num_probes: int | None, generator: torch.Generator) -> None:
         """Add the functional part of the query and key blocks, for the gradient g at the attention output."""
         query, key = self.projections.get("query"), self.projections.get("key")
         scores = score_derivatives(self.attention, g.to(self.attention.weights.dtype))
@@ -139,8 +144,11 @@ class Site:
                 per_head = (per_position * x.square().sum(-1).unsqueeze(1)).sum((0, 2))
                 traces[name][mask] += _by_block(per_head, mask).to(traces[name])
         if key is not None and (compared := self._compare("key"))[0] != "other":
+            rotated = None
+            if compared[0] == "rotated" and key.layer is not None:
+                rotated = self._rotated(key.layer, compared[1], num_probes, generator)
             for name, mask, x in key.inputs:
-                per_head = compared[1] ** 2 * functional_key(self.attention, scores, x)
+                per_head = compared[1] ** 2 * functional_key(self.attention, scores, x, rotated)
                 traces[name][mask] += _by_block(per_head, mask).to(traces[name])
 
     def add_outer(

@@ -51,10 +51,10 @@ def analytic(
 
     - "outer": the Gauss-Newton block `tr(J_bᵀ Λ J_b) / dim_b`. Never negative. Unbiased over the sampled labels, whatever the
       depth, mask, grouping of heads, RoPE or QK-norm.
-    - "functional": what the softmax adds to queries and keys through its own second derivative. Exact for queries (with RoPE
-      too) and for keys without RoPE. With RoPE the keys' term takes the rotation between two keys for the identity; with
-      QK-norm, or for blocks that are no whole heads, both terms are left out. It is zero for all other blocks: their maps
-      are linear in their own weights. (Those of LoRA factors in queries and keys are not, and left out too.)
+    - "functional": what the softmax adds to queries and keys through its own second derivative. Exact; for keys with RoPE
+      unbiased, and exact with `num_probes=None`. With QK-norm, or for blocks that are no whole heads, both terms are left
+      out. It is zero for all other blocks: their maps are linear in their own weights. (Those of LoRA factors in queries and
+      keys are not, and left out too.)
     - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton; that vanishes as the model
       fits its data, and is large at initialisation if norms see small inputs. `hutchinson` has all of it.
 
@@ -105,10 +105,10 @@ def analytic(
                 curvature = LossCurvature(loss, seen.calls)
                 _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
             if part != "outer" and attention:
-                gradients = torch.autograd.grad(loss, [call.output for call in attention], allow_unused=True)
+                gradients = torch.autograd.grad(loss, [call.output for call in attention], retain_graph=True, allow_unused=True)
                 for site, g in zip(sites, gradients):
                     if g is not None:
-                        site.add_functional(traces, g)
+                        site.add_functional(traces, g, num_probes, generator)
         return traces
 
     return mean_over_batches(model, losses, blocks, traces_of)
