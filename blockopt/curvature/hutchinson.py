@@ -20,9 +20,10 @@ from blockopt.curvature._passes import (
     refuse_sharded,
     trainable,
 )
+from blockopt.scaling import block_groups
 from blockopt.split import block_numel, expand
 
-# A block's probe is at most this many times larger than one scaled by the root mean square of the whole gradient.
+# A probe is at most this many times larger, but for rounding, than one scaled by the root mean square of the whole gradient.
 LARGEST_RATIO = 1e3
 
 
@@ -37,9 +38,9 @@ def hutchinson(
     """Mean curvature of each block of the Hessian, `tr(H_bb) / dim_b`, without bias; it may be negative.
 
     For a probe `z` of independent random signs, `z_b · (H z)_b` has mean `tr(H_bb)`, but all other blocks add noise to it, and
-    blocks differ by orders of magnitude: the embedding would drown the queries. So the signs of each block are multiplied by
-    one over its root mean square gradient, and the result is divided by the square of that. The mean stays what it is; the
-    noise of every block becomes comparable to its own curvature.
+    blocks differ by orders of magnitude: the embedding would drown the queries. So the signs of each role in a parameter are
+    multiplied by one over its root mean square gradient, and the result is divided by the square of that. The mean stays what
+    it is, and flat blocks such as queries and keys get several times less noise, at the cost of a little more in sharp ones.
 
     Attention runs on the math kernel, the only one with second derivatives, and compiled models run eagerly.
 
@@ -93,20 +94,22 @@ def hutchinson(
 
 
 def probe_factors(gradients: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:
-    """One over the root mean square gradient of each block, in units of that of the whole gradient, within bounds.
+    """What the signs of each block are multiplied by: one over the root mean square gradient of its role in its parameter.
 
-    Rounded to powers of two, which every dtype holds exactly: what the signs are multiplied by is what is divided out.
+    In units of that of the whole gradient, within bounds. Blocks share it because single ones may have next to no gradient,
+    such as the row of a token that does not occur: moved the farther for it, they would drown the others in noise. Rounded to
+    powers of two, which every dtype holds exactly: what the signs are multiplied by is what is divided out.
     """
-    squares = {name: block_dots(g, g, blocks[name]) for name, g in gradients.items()}
-    entries = sum(g.numel() for g in gradients.values())
-    overall = sum(float(s.sum()) for s in squares.values()) / entries
-    if not overall > 0:
-        return {name: torch.ones_like(square) for name, square in squares.items()}
-    factors = {}
-    for name, square in squares.items():
-        means = square / block_numel(tuple(gradients[name].shape), blocks[name].split).to(square) / overall
-        factors[name] = means.sqrt().clamp(min=1 / LARGEST_RATIO).log2().round().neg().exp2()
-    return factors
+    labels, groups = block_groups(blocks, "tensor")
+    squares, sizes = torch.zeros(2, len(labels), dtype=torch.float64)
+    for name, g in gradients.items():
+        squares.index_add_(0, groups[name], block_dots(g, g, blocks[name]).to(squares))
+        sizes.index_add_(0, groups[name], block_numel(tuple(g.shape), blocks[name].split).to(sizes))
+    factors = torch.ones_like(squares)
+    if float(squares.sum()) > 0:
+        means = squares / sizes * (sizes.sum() / squares.sum())
+        factors = means.sqrt().clamp(min=1 / LARGEST_RATIO).log2().round().neg().exp2()
+    return {name: factors[groups[name]].to(g.device) for name, g in gradients.items()}
 
 
 def _probe(parameter: Tensor, blocks: Blocks, factors: Tensor, generator: torch.Generator) -> Tensor:
