@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockopt import layouts
 from blockopt.blocks import Blocks
 from blockopt.curvature._passes import Curvature, block_dots, checked_blocks, trainable
 from blockopt.split import block_numel
@@ -23,11 +24,19 @@ EXPONENTS = {"query": 6.0, "key": 6.0, "value": 2.0, "output": 2.0, "mlp_in": 2.
 
 
 class _Part(NamedTuple):
-    """The blocks of one role in one parameter, and the gain of each: its squared norm over its head's width or hidden units."""
+    """The blocks of one role in one parameter.
+
+    Attributes:
+        name: Of the parameter.
+        mask: Which of its blocks.
+        gains: The squared norm of each block over the width of its head, or of all of them over the hidden units.
+        width: Of all heads, or the number of hidden units.
+    """
 
     name: str
     mask: Tensor
     gains: Tensor
+    width: float
 
 
 @torch.no_grad()
@@ -46,8 +55,8 @@ def power_law(
 
     and with d the number of hidden units, `mlp_in: s² w_out`, `mlp_out: s² w_in`, where a gate is one more factor `s² w`. The
     papers' W_V is the product of value and output, whose squared norm is `|W_V|² |W_O|² / d` for weights in general position.
-    Grouped queries share the gains of their key and value. Blocks of other roles, for which the papers give no law, get the
-    geometric mean of all others, weighted by entries: their multiplier comes out near 1.
+    Grouped queries share the gains of their key and value, and these get the sum over the queries. Blocks of other roles, for
+    which the papers give no law, get the geometric mean of all others, weighted by entries: their multiplier comes out near 1.
 
     Args:
         model: A transformer.
@@ -76,7 +85,7 @@ def power_law(
     blocks = checked_blocks(model, blocks)
     parameters = trainable(model)
     curvature: Curvature = {name: torch.full((b.num_blocks,), math.nan, dtype=torch.float64) for name, b in blocks.items()}
-    for layer in _sublayers(parameters, blocks):
+    for layer in _sublayers(model, parameters, blocks):
         first = next(iter(layer.values())).name
         s = _input_scale(first, parameters, blocks) if input_scale is None else input_scale
         for role, gain in (_attention_gains(layer) if "query" in layer else _mlp_gains(layer, s)).items():
@@ -87,7 +96,7 @@ def power_law(
 Layer = dict[str, _Part]
 
 
-def _sublayers(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> list[Layer]:
+def _sublayers(model: nn.Module, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> list[Layer]:
     """The weights that belong together: for each query or MLP input, what the smallest module around it alone holds."""
     roles = {name: set(b.roles) & EXPONENTS.keys() for name, b in blocks.items() if parameters[name].ndim > 1}
     layers = []
@@ -104,7 +113,8 @@ def _sublayers(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -
                 if partner <= set().union(*(roles[n] for n in members)):
                     break
             wanted = {start, *partner} | ({"mlp_gate"} if start == "mlp_in" else set())
-            layers.append({r: _part(n, r, parameters[n], blocks[n]) for n in members for r in blocks[n].roles if r in wanted})
+            found = [(n, r) for n in members for r in blocks[n].roles if r in wanted]
+            layers.append({r: _part(model, n, r, parameters[n], blocks[n]) for n, r in found})
     if not layers:
         raise ValueError(
             "Found neither attention nor an MLP with known roles, and the law is for these. See find_blocks(model)."
@@ -112,16 +122,19 @@ def _sublayers(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -
     return layers
 
 
-def _part(name: str, role: str, parameter: Tensor, blocks: Blocks) -> _Part:
+def _part(model: nn.Module, name: str, role: str, parameter: Tensor, blocks: Blocks) -> _Part:
     mask = torch.tensor([r == role for r in blocks.block_roles])
     squares = block_dots(parameter, parameter, blocks).double().cpu()[mask]
-    split = blocks.split
+    shape, split = tuple(parameter.shape), blocks.split
+    sizes = block_numel(shape, split)[mask].double()
     if role.startswith("mlp"):  # all rows alike: the sum over hidden units, of which there are more than inputs
-        experts = parameter.shape[0] if parameter.ndim == 3 else 1
-        return _Part(name, mask, (squares.sum() / (experts * max(parameter.shape[-2:]))).expand(len(squares)))
-    inputs = parameter.shape[1] if split is None else parameter.numel() // parameter.shape[split.dim]
-    sizes = block_numel(tuple(parameter.shape), split)[mask]
-    return _Part(name, mask, squares * inputs / sizes)
+        width = float(sizes.sum()) / min(shape[-2:])
+        return _Part(name, mask, (squares.sum() / width).expand(len(squares)), width)
+    linear = layouts.read_linear(model.get_submodule(name.rpartition(".")[0]))
+    out_dim = 0 if linear is None else linear.out_dim
+    heads_dim = split.dim if split is not None else 1 - out_dim if role == "output" else out_dim
+    widths = sizes * shape[heads_dim] / parameter.numel()
+    return _Part(name, mask, squares / widths, float(widths.sum()))
 
 
 def _attention_gains(layer: Layer) -> dict[str, Tensor]:
@@ -132,7 +145,9 @@ def _attention_gains(layer: Layer) -> dict[str, Tensor]:
     query, key, value, output = (g.repeat_interleave(heads // len(g)) for g in gains.values())
 
     def by_head(values: Tensor, role: str) -> Tensor:
-        return values.view(len(gains[role]), -1).mean(1)
+        user = "output" if role == "value" and "output" in layer else "query"  # whose heads it is shared by
+        sharing = layer[user].width / layer[role].width if role in ("key", "value") else 1.0
+        return sharing * values.view(len(gains[role]), -1).mean(1)
 
     laws = {"query": key * value * output, "key": query * value * output, "value": output, "output": value}
     return {role: by_head(values, role) for role, values in laws.items() if role in layer}
