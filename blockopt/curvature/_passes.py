@@ -23,10 +23,15 @@ Key = TypeVar("Key")
 
 
 class Evaluation:
-    """One batch: runs the closure, checks the loss, and remembers the number of tokens that the closure gave with it."""
+    """One batch: runs the closure, checks the loss, and remembers the number of tokens that the closure gave with it.
 
-    def __init__(self, closure: Loss) -> None:
-        self._closure = closure
+    Args:
+        closure: The user's.
+        autocast: In which to run it.
+    """
+
+    def __init__(self, closure: Loss, autocast: torch.autocast) -> None:
+        self._closure, self._autocast = closure, autocast
         self.tokens: float | None = None
 
     def __call__(self) -> Tensor:
@@ -36,7 +41,7 @@ class Evaluation:
             TypeError: If the closure gives no scalar tensor with a graph, or that and a number of tokens.
             FloatingPointError: If the loss is not finite.
         """
-        with torch.enable_grad():
+        with torch.enable_grad(), self._autocast:
             result = self._closure()
         loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -49,7 +54,8 @@ class Evaluation:
         if not bool(torch.isfinite(loss.detach())):
             raise FloatingPointError(f"The loss closure returned {loss.item()}. Curvature needs a finite loss.")
         self.tokens = None if tokens is None else float(tokens)
-        return loss.reshape(())
+        with torch.enable_grad():
+            return loss.reshape(())
 
 
 def mean_over_batches(
@@ -69,9 +75,11 @@ def batch_means(model: nn.Module, losses: Losses, measure: Callable[[Evaluation]
     """What `measure` finds for each batch, averaged by tokens; batches count alike if no closure gives their number."""
     total: dict[Key, Tensor] = {}
     weights: list[float | None] = []
+    device = next(model.parameters()).device.type
+    callers = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     for closure in [losses] if callable(losses) else losses:
-        evaluation = Evaluation(closure)
-        with undisturbed(model):
+        evaluation = Evaluation(closure, callers)
+        with undisturbed(model), torch.autocast(device, enabled=False):  # a caller's autocast is for the forward pass only
             measured = measure(evaluation)
         weights.append(evaluation.tokens)
         for key, value in measured.items():
@@ -91,10 +99,12 @@ def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> Map
     """The blocks given, if they fit the trainable parameters, or those that `find_blocks` finds."""
     if blocks is None:
         return find_blocks(model)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    if blocks.keys() != trainable:
-        wrong = sorted(trainable ^ blocks.keys())[:3]
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    if blocks.keys() != shapes.keys():
+        wrong = sorted(shapes.keys() ^ blocks.keys())[:3]
         raise ValueError(f"Invalid blocks: {wrong} are in the blocks or in the model's trainable parameters, not in both.")
+    for name, shape in shapes.items():
+        blocks[name].check(shape)
     return blocks
 
 
@@ -131,7 +141,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             wrappers[module] = (module.require_backward_grad_sync, module.require_forward_param_sync)
             module.require_backward_grad_sync = False
 
-    hook = register_module_forward_pre_hook(quiet)
+    # Only where there can be wrappers: torch.compile warns of hooks on all modules.
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    hook = register_module_forward_pre_hook(quiet) if distributed else None
     try:
         with torch.random.fork_rng(devices=devices):
             model.eval()
@@ -139,7 +151,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 parameter.grad = None
             yield
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         for wrapper, flags in wrappers.items():
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = flags
         for module, mode in modes.items():

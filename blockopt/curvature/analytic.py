@@ -100,15 +100,14 @@ def analytic(
         sites = [Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)]
         wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in parameters.items()}
         traces = {n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=wide[n]) for n, p in parameters.items()}
-        with torch.autocast(loss.device.type, enabled=False):  # that of the caller
-            if part != "functional":
-                curvature = LossCurvature(loss, seen.calls)
-                _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
-            if part != "outer" and attention:
-                gradients = torch.autograd.grad(loss, [call.output for call in attention], retain_graph=True, allow_unused=True)
-                for site, g in zip(sites, gradients):
-                    if g is not None:
-                        site.add_functional(traces, g, num_probes, generator)
+        if part != "functional":
+            curvature = LossCurvature(loss, seen.calls)
+            _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
+        if part != "outer" and attention:
+            gradients = torch.autograd.grad(loss, [call.output for call in attention], retain_graph=True, allow_unused=True)
+            for site, g in zip(sites, gradients):
+                if g is not None:
+                    site.add_functional(traces, g, num_probes, generator)
         return traces
 
     return mean_over_batches(model, losses, blocks, traces_of)
