@@ -6,15 +6,17 @@ import glob
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from blockopt._ranks import reshard
 from blockopt.blocks import Blocks, find_blocks, from_plain
 from blockopt.optim import BlockOptimizer
 
-_attached: WeakKeyDictionary[torch.optim.Optimizer, AttachedOptimizer] = WeakKeyDictionary()
+# Weak on both sides: what is attached holds the optimizer, which holds the hooks of what is attached.
+_attached: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[AttachedOptimizer]] = WeakKeyDictionary()
 
 
 class AttachedOptimizer:
@@ -47,9 +49,10 @@ class AttachedOptimizer:
         self._check()
         # Ones multiply too: a step that is compiled when all groups hold one lr tensor would forever read only that one.
         self._multipliers = [] if isinstance(self._optimizer, BlockOptimizer) else [1.0] * len(self._optimizer.param_groups)
-        if self._optimizer in _attached:
-            _attached[self._optimizer]._detach()
-        _attached[self._optimizer] = self
+        replaced = _attached[self._optimizer]() if self._optimizer in _attached else None
+        if replaced is not None:
+            replaced._detach()
+        _attached[self._optimizer] = ref(self)
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -64,7 +67,7 @@ class AttachedOptimizer:
     @property
     def is_attached(self) -> bool:
         """Whether nothing else has been attached since."""
-        return _attached.get(self._optimizer) is self
+        return _attached[self._optimizer]() is self
 
     def _check(self) -> None:
         groups = [group for group, _ in self._named_groups()]
@@ -84,12 +87,16 @@ class AttachedOptimizer:
 
     def _named_groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each group, and the names that the model has for its parameters."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         names = {parameter: name for name, parameter in self._model.named_parameters()}
+        if not all(parameter in names for parameter in parameters):
+            reshard(self._model)
+            names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for parameter in parameters:
+            if parameter not in names:
+                shape = tuple(parameter.shape)
+                raise ValueError(f"The optimizer has a parameter of shape {shape} that is none of the model's.")
         for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in names:
-                    shape = tuple(parameter.shape)
-                    raise ValueError(f"The optimizer has a parameter of shape {shape} that is none of the model's.")
             yield group, [names[parameter] for parameter in group["params"]]
 
     def blocks(self) -> dict[str, Blocks]:
@@ -134,10 +141,6 @@ class AttachedOptimizer:
         pairs = [pair for group, names in self._named_groups() for pair in zip(group["params"], names)]
         before, self._before = self._before, None
         return {name: old.neg_().add_(p.detach()) for (p, name), old in zip(pairs, before) if p.requires_grad}
-
-    def forget_update(self) -> None:
-        """Give up the memory of the last update."""
-        self._before = None
 
     @torch.compiler.disable  # a compiled step calls it as it is
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

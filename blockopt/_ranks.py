@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def num_ranks() -> int:
@@ -59,3 +59,13 @@ def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any
         return result  # what is wrong with it is found by who asked
 
     return run
+
+
+def reshard(model: nn.Module) -> None:
+    """Put back the sharded parameters that FSDP2 leaves replaced by whole ones after a forward pass without a backward one."""
+    if num_ranks() > 1:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -153,7 +154,7 @@ class BlockLR:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the optimizer has taken since."""
+        """How many steps the optimizer has taken, with those before the checkpoint that was loaded."""
         return self._attached.num_steps
 
     @property
@@ -201,14 +202,13 @@ class BlockLR:
         # A rank that has failed takes part with NaN, which the mean shows to all: they decide alike, and none waits.
         values = mean_over_ranks(values, next(self._model.parameters()).device)
         curvature = dict(zip(blocks, values.split([entry.num_blocks for entry in blocks.values()])))
-        try:
-            if error is not None:
+        scales: dict[str, Tensor] = {}
+        if error is None:
+            scales, error = self._try_to_scale(curvature, blocks)
+        if error is not None:
+            if not _may_pass(error):
                 raise error
-            scales = self._scales(curvature, blocks)
-        except Exception as failure:
-            if not _may_pass(failure):
-                raise
-            self._fail(failure)
+            self._fail(error)
             return
         self._failures_in_a_row = 0
         parameters = trainable(self._model)
@@ -222,10 +222,10 @@ class BlockLR:
         """The curvature of all blocks in a row; or NaN and the error."""
         try:
             return _flat(self._measure(losses, blocks), blocks), None
-        except Exception as error:  # returned and not stored: its traceback holds this frame, and with it the graph of the loss
+        except Exception as error:
+            if _may_pass(error):
+                traceback.clear_frames(error.__traceback__)  # they hold the graph of the loss, which may be all of the memory
             return torch.full((sum(entry.num_blocks for entry in blocks.values()),), math.nan, dtype=torch.float64), error
-        finally:
-            self._attached.forget_update()
 
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         model, name = self._model, self._curvature
@@ -257,13 +257,15 @@ class BlockLR:
         generator = torch.Generator().manual_seed(seed)
         return estimator[name](model, losses, blocks=blocks, num_probes=self._num_probes, generator=generator)
 
-    def _scales(self, curvature: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> dict[str, Tensor]:
+    def _try_to_scale(
+        self, curvature: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
+    ) -> tuple[dict[str, Tensor], Exception | None]:
         if not all(bool(torch.isfinite(values).all()) for values in curvature.values()):
-            raise FloatingPointError("The curvature of some blocks is not finite.")
+            return {}, FloatingPointError("The curvature of some blocks is not finite.")
         try:
-            return block_scales(curvature, self._model, blocks, **self._options)
+            return block_scales(curvature, self._model, blocks, **self._options), None
         except ValueError as error:  # options, names and lengths have been checked: nothing positive was measured
-            raise _NowherePositive(str(error)) from None
+            return {}, _NowherePositive(str(error))
 
     def _smoothed(self, name: str, new: Tensor) -> Tensor:
         old = self._log_scales.get(name)

@@ -1,7 +1,10 @@
 """BlockLR on blockopt's optimizers: when it refreshes, what the scales become, what it refuses and what it survives."""
 
+import gc
 import math
+import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -182,8 +185,6 @@ def test_the_first_refresh_takes_the_scales_as_they_are():
 
 
 def _seen(model, block_lr, seed):
-    import random
-
     bits = random.Random(f"0 {block_lr.num_steps} 0").getrandbits(32)
     return gauss_newton(model, lambda: token_loss(model, seed), generator=torch.Generator().manual_seed(bits))
 
@@ -192,7 +193,6 @@ def test_samples_depend_on_seed_and_step_and_nothing_else():
     def scales(seed, warmup):
         torch.manual_seed(seed + warmup)  # of no influence
         model, optimizer, block_lr = attached(every=1, warmup=warmup, seed=seed)
-        optimizer.param_groups[0]["lr"] = 0.0
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         for _ in range(warmup + 1):
@@ -531,6 +531,37 @@ def test_a_second_one_takes_the_place_of_the_first():
         first.step()
     second.step()
     assert len(second.history) == 1
+
+
+def test_nothing_keeps_model_and_optimizer_alive():
+    def refreshed():
+        model, optimizer, block_lr = attached("secant", every=1)
+        take_step(model, optimizer)
+        block_lr.step(lambda: token_loss(model))
+        return [weakref.ref(x) for x in (model, optimizer, block_lr)]
+
+    references = refreshed()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_failed_refresh_frees_its_memory_at_once():
+    model, optimizer, block_lr = attached(every=1)
+    take_step(model, optimizer)
+    held = []
+
+    def loss():
+        value = token_loss(model)
+        held.append(weakref.ref(value))
+        return value * math.nan
+
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="nan"):
+            block_lr.step(loss)
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("curvature", NAMES)

@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
 from blockopt.block_lr import BlockLR
+from blockopt.curvature.gauss_newton import gauss_newton
 from blockopt.scaling import block_scales
 
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
     "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
 }
-STEPS = 4
+STEPS = 3
 
 
 def take_steps(model, optimizer, block_lr, rank, steps=range(STEPS), broken=()):
@@ -76,14 +77,31 @@ def averaged(rank):
         torch.testing.assert_close(scale, expected[name], rtol=1e-5, atol=0)
 
 
-def one_rank_fails(rank, wrap):
+def own_samples(rank):
+    seeds = []
+
+    def spy(model, losses, *, generator, **options):
+        seeds.append(generator.initial_seed())
+        return gauss_newton(model, losses, generator=generator, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockopt.curvature.gauss_newton", spy)
+        model = DistributedDataParallel(tiny_gpt())
+        optimizer = BUILD["block"](model)
+        take_steps(model, optimizer, BlockLR(optimizer, model, every=1), rank)
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, seeds)
+    assert len({seed for seeds in everywhere for seed in seeds}) == 2 * STEPS
+
+
+def one_rank_fails(rank, wrap, curvatures):
     """All ranks keep their scales, and all raise in the end."""
     warnings.simplefilter("ignore")
-    for curvature in ("gauss_newton", "secant"):
+    for curvature in curvatures:
         model = wrap(tiny_gpt())
         optimizer = BUILD["block"](model)
         block_lr = BlockLR(optimizer, model, curvature=curvature, every=1)
-        take_steps(model, optimizer, block_lr, rank, broken={(1, 0), (3, 1)})
+        take_steps(model, optimizer, block_lr, rank, range(4), broken={(1, 0), (3, 1)})
         assert block_lr.failures == 2
         assert [refresh.step for refresh in block_lr.history] == [1, 3]
         assert_equal_on_ranks(scales_of(block_lr))
@@ -122,6 +140,10 @@ def sharded_estimators(rank):
             assert [refresh.step for refresh in block_lr.history] == [1, 3]
             assert_equal_on_ranks(scales_of(block_lr))
             assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        token_loss(model)  # leaves whole parameters in place of the sharded ones
+    assert not all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal_on_ranks(scales_of(block_lr))
     model = shard(tiny_gpt())
     optimizer = BUILD["block"](model)
     block_lr = BlockLR(optimizer, model, curvature="hutchinson", every=1)
@@ -171,7 +193,8 @@ def resumed(rank):
 def replicated(rank):
     equal_scales(rank)
     averaged(rank)
-    one_rank_fails(rank, DistributedDataParallel)
+    own_samples(rank)
+    one_rank_fails(rank, DistributedDataParallel, ["gauss_newton", "secant"])
     one_rank_is_wrong(rank)
     resumed(rank)
 
@@ -183,7 +206,7 @@ def test_replicated():
 def sharded(rank):
     sharded_estimators(rank)
     sharded_equals_whole(rank)
-    one_rank_fails(rank, shard)
+    one_rank_fails(rank, shard, ["secant"])
 
 
 def test_sharded():

@@ -1,0 +1,159 @@
+"""`BlockLR` for the `Trainer` of transformers: a callback that draws its own batches and rides along in the checkpoints."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from blockopt._ranks import rank
+from blockopt.block_lr import BlockLR, Estimator
+from blockopt.scaling import Level
+
+Batch = Mapping[str, Any]
+
+
+class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Gives every Hessian block its own learning rate in a `Trainer`, see `BlockLR`.
+
+    The batches that the curvature is measured on are drawn at random from the training set, with the collator of the Trainer
+    and a seed of their own: the order of the training data and all other random numbers stay what they are. The state is part
+    of the Trainer's checkpoints, and `trainer.train(resume_from_checkpoint=…)` goes on from it.
+
+        optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=3e-3)
+        block_lr = BlockLRCallback(every=100)
+        trainer = Trainer(model, args, train_dataset=dataset, optimizers=(optimizer, None), callbacks=[block_lr])
+        trainer.train()
+        block_lr.block_lr.history.plot("block_lr.png")
+
+    Pass the optimizer as above: that of the Trainer has one group with weight decay and one without, too few for the blocks.
+
+    Args:
+        curvature: See `BlockLR`, also for the next nine.
+        every: Optimizer steps from one refresh to the next.
+        warmup: Optimizer steps before the first one counts.
+        until: The last optimizer step that a refresh may follow.
+        power: Of the curvature.
+        bounds: The smallest and the largest scale.
+        by: Which blocks share a scale.
+        beta: Weight of the past in the smoothed scales.
+        num_probes: Samples a batch.
+        seed: Of these samples and of the batches.
+        batch: What to measure on instead: a function that returns a batch for each refresh. Needed for a training set without
+            a length.
+        compute_loss: A function of model and batch that returns the mean loss, such as `trainer.compute_loss`, for a loss that
+            is not the model's own.
+
+    Attributes:
+        block_lr: The `BlockLR` of the last training, None before the first.
+
+    Raises:
+        ValueError: If `batch` or `compute_loss` is no function; and when training begins, if an option is out of range,
+            `BlockLR` cannot serve the optimizer, or the training set has no length and there is no `batch`.
+    """
+
+    def __init__(
+        self,
+        *,
+        curvature: str | Estimator = "gauss_newton",
+        every: int = 100,
+        warmup: int = 0,
+        until: int | None = None,
+        power: float = -0.5,
+        bounds: tuple[float, float] = (0.1, 10.0),
+        by: Level = "role",
+        beta: float = 0.9,
+        num_probes: int = 1,
+        seed: int = 0,
+        batch: Callable[[], Batch] | None = None,
+        compute_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> None:
+        for name, function in (("batch", batch), ("compute_loss", compute_loss)):
+            if function is not None and not callable(function):
+                raise ValueError(f"Invalid {name}={function!r}. Must be a function, which no checkpoint can restore.")
+        self.block_lr: BlockLR | None = None
+        self.saved: str | None = None
+        self._options: dict[str, Any] = {
+            **{"curvature": curvature, "every": every, "warmup": warmup, "until": until, "power": power},
+            **{"bounds": tuple(bounds), "by": by, "beta": beta, "num_probes": num_probes, "seed": seed},
+        }
+        self._given_batch, self._compute_loss = batch, compute_loss
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes to `trainer_state.json` with each checkpoint."""
+        if self.block_lr is not None:
+            file = io.BytesIO()
+            torch.save(self.block_lr.state_dict(), file)
+            self.saved = base64.b64encode(zlib.compress(file.getvalue())).decode()
+        # Functions are no JSON. By their names, a Trainer that makes the callback anew from its state is told what is missing.
+        extras = {"batch": self._given_batch, "compute_loss": self._compute_loss}
+        given = {name: value for name, value in {**self._options, **extras}.items() if value is not None}
+        options = {name: repr(value) if callable(value) else value for name, value in given.items()}
+        return {"args": options, "attributes": {"saved": self.saved}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach to the optimizer, and go on from a checkpoint if there is one."""
+        dataset = getattr(kwargs["train_dataloader"], "dataset", None)
+        if self._given_batch is None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ValueError(
+                f"The training set, a {type(dataset).__name__}, has no length to draw batches from. Pass "
+                "BlockLRCallback(batch=…), a function that returns a batch."
+            )
+        self.block_lr = BlockLR(kwargs["optimizer"], kwargs["model"], **self._options)
+        # The Trainer expects an entry for each of its callbacks, also when it resumes from a checkpoint of a run without them.
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        if state.global_step > 0:
+            saved = entry.get("attributes", {}).get("saved")
+            fresh = {**self.block_lr.state_dict(), "num_steps": state.global_step}
+            self.block_lr.load_state_dict(fresh if saved is None else _unpack(saved))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refresh if that is due. The gradients are still there."""
+        block_lr, drawn = self.block_lr, list[Batch]()
+        assert block_lr is not None
+
+        def loss() -> Tensor:
+            if not drawn:  # once: the two gradients of a secant are of one batch
+                batch = self._draw(kwargs["train_dataloader"], args.train_batch_size, block_lr.num_steps)
+                drawn.append({k: v.to(args.device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+            if self._compute_loss is not None:
+                return self._compute_loss(kwargs["model"], dict(drawn[0]))
+            outputs = kwargs["model"](**drawn[0])
+            return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]  # type: ignore[no-any-return]
+
+        block_lr.step(loss)
+
+    def _draw(self, loader: Any, size: int, number: int) -> Batch:
+        if self._given_batch is not None:
+            return self._given_batch()
+        choice = random.Random(f"{self._options['seed']} {number} {rank()}")
+        indices = choice.sample(range(len(loader.dataset)), min(size, len(loader.dataset)))
+        with _same_random_numbers():
+            return loader.collate_fn([loader.dataset[index] for index in indices])  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Leave Python's and numpy's random numbers as they were, for data sets that augment; `BlockLR` does so for torch's."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+def _unpack(saved: str) -> Mapping[str, Any]:
+    file = io.BytesIO(zlib.decompress(base64.b64decode(saved)))
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
