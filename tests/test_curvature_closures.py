@@ -1,5 +1,8 @@
 """What all estimators share: batches are weighted by tokens, a measurement leaves no trace, and errors say what is wrong."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -271,6 +274,25 @@ def test_inside_no_grad(name):
     with torch.no_grad():
         inside = ESTIMATORS[name](model, language_loss(model))
     assert all(torch.equal(inside[n], outside[n]) for n in outside)
+
+
+@all_estimators
+def test_frees_its_memory_at_once(name):
+    """Activations wait for no garbage collection."""
+    model, held = build(layers=2, rope=True), []
+
+    def loss():
+        features = model.features(tokens_of(2, 4)[0])
+        held.append(weakref.ref(features))
+        return F.cross_entropy(model.head(features).mT, tokens_of(2, 4)[1])
+
+    gc.disable()
+    try:
+        ESTIMATORS[name](model, loss, **({"part": "full"} if name == "analytic" else {}))
+        assert held
+        assert all(reference() is None for reference in held)
+    finally:
+        gc.enable()
 
 
 def test_undisturbed_restores_replaced_gradients(restless):
