@@ -74,7 +74,7 @@ class BlockLR:
         optimizer: One of blockopt's, or any `torch.optim.Optimizer` with several groups, wrapped by `accelerate` or not. A
             second BlockLR on an optimizer takes the place of the first.
         model: The model that it trains, under any wrapper.
-        curvature: One of "gauss_newton", "analytic", "hutchinson", "directional", "secant", "newton", "gradient" and
+        curvature: One of "newton", "secant", "directional", "gauss_newton", "analytic", "hutchinson", "gradient" and
             "power_law", see `blockopt.curvature`; or a function of the model and of what `step` is given, which returns
             `{parameter name: tensor of num_blocks}`, and which runs in evaluation mode and without gradients to see.
             "directional", "secant" (the same from two gradients) and "newton" look along the optimizer's update, for which
@@ -120,7 +120,7 @@ class BlockLR:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         *,
-        curvature: str | Estimator = "gauss_newton",
+        curvature: str | Estimator = "newton",
         every: int = 100,
         warmup: int = 0,
         until: int | None = None,

@@ -64,7 +64,7 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        curvature: str | Estimator = "gauss_newton",
+        curvature: str | Estimator = "newton",
         every: int = 100,
         warmup: int = 0,
         until: int | None = None,

@@ -130,7 +130,7 @@ def test_a_batch_of_ones_own_is_measured_on(tmp_path):
 
     tokens = torch.full((2, 8), 3)
     batch = {"input_ids": tokens, "labels": tokens}
-    trainer(tmp_path, BlockLRCallback(batch=lambda: batch, compute_loss=compute_loss, every=100)).train()
+    trainer(tmp_path, BlockLRCallback(curvature="gauss_newton", batch=lambda: batch, compute_loss=compute_loss)).train()
     assert len(seen) == 1
     assert torch.equal(seen[0], tokens)
 
@@ -138,7 +138,8 @@ def test_a_batch_of_ones_own_is_measured_on(tmp_path):
 def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
     with pytest.raises(ValueError, match=r"a Stream, has no length .* Pass BlockLRCallback\(batch=…\)"):
         trainer(tmp_path, BlockLRCallback(), dataset=Stream()).train()
-    callback = BlockLRCallback(batch=lambda: {"input_ids": Tokens().tokens[:2], "labels": Tokens().tokens[:2]}, every=3)
+    batch = {"input_ids": Tokens().tokens[:2], "labels": Tokens().tokens[:2]}
+    callback = BlockLRCallback(curvature="gauss_newton", batch=lambda: batch, every=3)
     trainer(tmp_path, callback, dataset=Stream()).train()
     assert [refresh.step for refresh in callback.block_lr.history] == [1, 4]
 

@@ -253,7 +253,7 @@ def test_history_is_written_as_rows(tmp_path):
 
 @pytest.mark.parametrize("by", ["role", "tensor"])
 def test_history_plots_curvature_and_scale_by_role(by, tmp_path):
-    _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"every": 1, "by": by})
+    _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"curvature": "gauss_newton", "every": 1, "by": by})
     figure = block_lr.history.plot(tmp_path / "history.png")
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
     left, right = figure.axes

@@ -131,7 +131,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     inside do not wait for a backward pass: curvature is averaged over ranks by who asks for it.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     wrappers: dict[DistributedDataParallel, tuple[bool, bool]] = {}
@@ -158,8 +158,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
-            for buffer, saved, version in buffers:
-                if buffer._version != version:  # writing would break a backward pass that is still to come
+            for buffer, saved in buffers:
+                # Written only if changed, since that would break a backward pass that is still to come. Versions do not tell:
+                # batch norm writes its buffers without counting.
+                if not torch.equal(buffer, saved):
                     buffer.copy_(saved)
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -90,7 +90,8 @@ def newton(
 
     Args:
         model: Any module; with `method="exact"` its parameters must be whole (not FSDP2).
-        losses: As for `along_update`. The batches must be fresh: on the batch that made the update every block descends.
+        losses: As for `along_update`. On the batch that made the update, slopes include what was gained on that batch alone:
+            it orders the blocks with less noise than a fresh one, which in turn has slopes without bias.
         update: `{parameter name: change}`: the weights now minus those before the step.
         blocks: What `find_blocks(model)` returns; found here by default.
         scales: The multipliers that the update was made with, `{parameter name: tensor of num_blocks}`, which are divided out
