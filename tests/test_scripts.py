@@ -21,23 +21,49 @@ def test_demo_prints_a_table_and_draws_a_plot(tmp_path):
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("script", ["step_time", "memory"])
-def test_benchmark_writes_its_table_and_json(script, tmp_path):
+def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
+    done = run("recipes/block_lr.py", "--steps", 12, "--every", 5, "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mlp_out" in done.stdout
+    assert (tmp_path / "block_lr.png").stat().st_size > 10_000
+    rows = (tmp_path / "block_lr.csv").read_text().splitlines()
+    assert rows[0] == "step,block,curvature,scale"
+    assert {row.split(",")[0] for row in rows[1:]} == {"1", "6", "11"}
+
+
+@pytest.mark.parametrize(
+    ("script", "arm"), [("step_time", "BlockMuon"), ("memory", "BlockMuon"), ("curvature_cost", "hutchinson")]
+)
+def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
     done = run(f"benchmarks/{script}.py", "--quick", "--output", output, "--plot", plot)
     assert done.returncode == 0, done.stderr
-    assert "BlockMuon" in done.stdout
+    assert arm in done.stdout
     assert json.loads(output.read_text())
     assert plot.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("arguments", [("recipes/demo.py", "--steps", 1), ("benchmarks/step_time.py", "--rounds", 0)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recipes/demo.py", "--steps", 1),
+        ("recipes/block_lr.py", "--curvature", "guess"),
+        ("benchmarks/step_time.py", "--rounds", 0),
+        ("benchmarks/curvature_cost.py", "--batch", 0),
+    ],
+)
 def test_bad_arguments_are_refused(arguments):
     done = run(*arguments)
     assert done.returncode == 2
     assert "error" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["recipes/demo.py", "benchmarks/step_time.py", "benchmarks/memory.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("recipes/demo.py", "recipes/block_lr.py"),
+        *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py"),
+    ],
+)
 def test_help(script):
     assert "usage" in run(script, "--help").stdout
