@@ -45,8 +45,8 @@ def scales_of(block_lr):
 
 def equal_scales(rank):
     warnings.simplefilter("ignore")
-    for curvature in ("gauss_newton", "analytic", "hutchinson", "secant", "newton", "gradient"):
-        for kind in ("block", "torch") if curvature in ("gauss_newton", "secant") else ("block",):
+    for curvature in ("gauss_newton", "analytic", "hutchinson", "newton", "gradient"):
+        for kind in ("block", "torch") if curvature == "gauss_newton" else ("block",):
             model = DistributedDataParallel(tiny_gpt())
             optimizer = BUILD[kind](model)
             block_lr = BlockLR(optimizer, model, curvature=curvature, every=2, by="tensor")
@@ -88,7 +88,7 @@ def own_samples(rank):
         patch.setattr("blockopt.curvature.gauss_newton", spy)
         model = DistributedDataParallel(tiny_gpt())
         optimizer = BUILD["block"](model)
-        take_steps(model, optimizer, BlockLR(optimizer, model, every=1), rank)
+        take_steps(model, optimizer, BlockLR(optimizer, model, curvature="gauss_newton", every=1), rank)
     everywhere = [None, None]
     dist.all_gather_object(everywhere, seeds)
     assert len({seed for seeds in everywhere for seed in seeds}) == 2 * STEPS
@@ -115,7 +115,7 @@ def one_rank_is_wrong(rank):
     """An error that will not pass is raised where it is, and the other rank does not wait for it."""
     model = DistributedDataParallel(tiny_gpt())
     optimizer = BUILD["block"](model)
-    block_lr = BlockLR(optimizer, model, every=1, warmup=1)
+    block_lr = BlockLR(optimizer, model, curvature="gauss_newton", every=1, warmup=1)
     take_steps(model, optimizer, block_lr, rank, range(1))
     optimizer.zero_grad()
     token_loss(model).backward()
@@ -130,7 +130,7 @@ def one_rank_is_wrong(rank):
 
 def sharded_estimators(rank):
     warnings.simplefilter("ignore")
-    for curvature in ("gauss_newton", "secant", "newton", "gradient"):
+    for curvature in ("gauss_newton", "secant", "gradient"):
         for kind in ("block", "torch") if curvature == "secant" else ("block",):
             model = shard(tiny_gpt())
             optimizer = BUILD[kind](model)
@@ -170,7 +170,7 @@ def resumed(rank):
     """One checkpoint, of rank 0, serves all ranks: each draws the samples it would have drawn."""
     model = DistributedDataParallel(tiny_gpt())
     optimizer = BUILD["block"](model)
-    block_lr = BlockLR(optimizer, model, every=1)
+    block_lr = BlockLR(optimizer, model, curvature="gauss_newton", every=1)
     take_steps(model, optimizer, block_lr, rank, range(2))
     saved = [{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "block_lr": block_lr.state_dict()}]
     dist.broadcast_object_list(saved, src=0)
@@ -183,7 +183,7 @@ def resumed(rank):
     other.load_state_dict(loaded["model"])
     optimizer = BUILD["block"](other)
     optimizer.load_state_dict(loaded["optimizer"])
-    again = BlockLR(optimizer, other, every=1)
+    again = BlockLR(optimizer, other, curvature="gauss_newton", every=1)
     again.load_state_dict(loaded["block_lr"])
     take_steps(other, optimizer, again, rank, range(2, 4))
     assert torch.equal(scales_of(again), scales_of(block_lr))

@@ -111,7 +111,7 @@ def test_other_powers_change_the_run():
 
 @pytest.mark.parametrize("optimizer_name", BUILD)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hutchinson", "directional", "gradient"])
-@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("split", [2, 3])
 def test_a_resumed_run_goes_on_with_the_same_bits(curvature, optimizer_name, split):
     options = {"curvature": curvature, "every": 2, "beta": 0.7, "by": "tensor"}
     expected, _, uninterrupted = run(gpt_with_dropout, BUILD[optimizer_name], options, range(6))
