@@ -277,9 +277,8 @@ class BlockLR:
         group, weights = (torch.cat([values[name] for name in blocks]) for values in (groups, numel))
 
         def means(values: Mapping[str, Tensor]) -> Tensor:
-            return torch.bincount(group, torch.cat([values[name] for name in blocks]) * weights) / torch.bincount(
-                group, weights
-            )
+            sums = torch.bincount(group, torch.cat([values[name] for name in blocks]) * weights)
+            return sums / torch.bincount(group, weights)
 
         pooled, scales = means(curvature).tolist(), means(self._log_scales).exp().tolist()
         self.history.append(Refresh(self.num_steps, dict(zip(labels, pooled)), dict(zip(labels, scales))))
