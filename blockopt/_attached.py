@@ -20,13 +20,13 @@ _attached: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[AttachedOptimi
 
 
 class AttachedOptimizer:
-    """An optimizer, and the model that it trains.
+    """An optimizer, and the model that it trains. Its steps are counted and scaled from `attach` on.
 
     No parameter is held here: `accelerate` and FSDP2 replace them, and wrappers change their names, so both are looked up by
     identity at each use.
 
     Args:
-        optimizer: Any, wrapped or not. What was attached to it before is detached.
+        optimizer: Any, wrapped or not.
         model: Any module.
         wants_update: Whether the update that the step of this number makes will be asked for.
 
@@ -49,6 +49,9 @@ class AttachedOptimizer:
         self._check()
         # Ones multiply too: a step that is compiled when all groups hold one lr tensor would forever read only that one.
         self._multipliers = [] if isinstance(self._optimizer, BlockOptimizer) else [1.0] * len(self._optimizer.param_groups)
+
+    def attach(self) -> None:
+        """Put the hooks on the optimizer, in place of those of what was attached to it before."""
         replaced = _attached[self._optimizer]() if self._optimizer in _attached else None
         if replaced is not None:
             replaced._detach()
@@ -151,8 +154,7 @@ class AttachedOptimizer:
         self._refused = getattr(optimizer, "nonfinite_steps", 0)
         # A schedule that warms up from zero moves nothing at first: there is no direction to measure along.
         moves = self._wants_update(self.num_steps + 1) and any(float(group["lr"]) != 0 for group in optimizer.param_groups)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._before = [p.detach().clone() for p in parameters] if moves else None
+        self._before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]] if moves else None
         for group, multiplier in zip(optimizer.param_groups, self._multipliers):
             own, scaled = group["lr"], group["lr"] * multiplier
             self._changed.append((group, scaled, own))

@@ -151,6 +151,7 @@ class BlockLR:
         self._attached = AttachedOptimizer(optimizer, model, self._wants_update)
         blocks = self._attached.blocks()
         block_scales(_ones(blocks), model, blocks, **self._options)  # checks the options
+        self._attached.attach()
 
     @property
     def num_steps(self) -> int:

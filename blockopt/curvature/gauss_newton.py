@@ -67,8 +67,10 @@ def gauss_newton(
         curvature = LossCurvature(loss, seen.calls)
         traces = {name: torch.zeros(blocks[name].num_blocks, device=p.device) for name, p in parameters.items()}
         for probe in range(num_probes):
-            # backward() and not autograd.grad(): FSDP2 reduces gradients only where they are accumulated.
-            torch.autograd.backward(curvature.predictions, curvature.sample(generator), retain_graph=probe + 1 < num_probes)
+            # backward() and not autograd.grad(): FSDP2 reduces gradients only where they are accumulated. From the loss too,
+            # with a weight of zero: FSDP2 gathers the weights again when a backward pass reaches what the model returned.
+            outputs, vectors = [*curvature.predictions, loss], [*curvature.sample(generator), torch.zeros_like(loss)]
+            torch.autograd.backward(outputs, vectors, retain_graph=probe + 1 < num_probes)
             for name, p in parameters.items():
                 if p.grad is not None:
                     # FSDP2 has averaged over independent samples of all ranks, whose square is smaller by their number.
