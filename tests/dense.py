@@ -133,7 +133,7 @@ class Attention(nn.Module):
         fused: Whether one matrix holds query, key and value.
         causal: Whether positions see only those before them.
         scale: Of the scores.
-        rope: Whether queries and keys are rotated by their positions.
+        rope: Whether queries and keys are rotated by their positions, and by what they are multiplied then.
         norm: Whether queries and keys are normalised.
         repeat: Whether shared keys are repeated before the call, as transformers does, and not by it.
         sequence_first: Whether the input is (T, B, D).
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         fused: bool = False,
         causal: bool = True,
         scale: float | None = None,
-        rope: bool = False,
+        rope: float = 0.0,
         norm: bool = False,
         repeat: bool = False,
         sequence_first: bool = False,
@@ -172,7 +172,7 @@ class Attention(nn.Module):
         if self.norm is not None:
             q, k = self.norm(q), self.norm(k)
         if self.rope:
-            q, k = rotate(q), rotate(k)
+            q, k = self.rope * rotate(q), self.rope * rotate(k)
         if self.repeat:
             k, v = (part.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1) for part in (k, v))
         grouped = k.shape[1] != q.shape[1]

@@ -74,7 +74,7 @@ def test_closed_forms_are_in_use(family):
 
 
 KINDS = [{}, {"fused": True}, {"groups": 1}, {"groups": 2, "repeat": True}, {"groups": 2, "fused": True, "scale": 0.9}]
-KINDS += [{"rope": True, "groups": 2}, {"norm": True}, {"norm": True, "rope": True}, {"causal": False}]
+KINDS += [{"rope": 1.0, "groups": 2}, {"norm": True}, {"norm": True, "rope": 1.0}, {"causal": False}]
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -254,6 +254,13 @@ class Flat(nn.Module):
         return x + self.linear(x.flatten(0, 1).contiguous()).tanh().unflatten(0, x.shape[:2])
 
 
+class Squared(nn.Linear):
+    """A linear map by its type only."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.square(), self.bias)
+
+
 class Hooked(nn.Linear):
     """A layer whose output a hook replaces."""
 
@@ -263,7 +270,11 @@ class Hooked(nn.Linear):
 
 
 TOPS = [MixesBefore, NormByHead, ScaleNorm, ChannelsFirst, lambda: OnePlusNorm(6), Conditional, InPlace, Flat, Hooked]
-TOPS += [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda: nn.Sequential(NormByHead(), Attention(6))]
+TOPS += [
+    lambda: Squared(6, 6),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+    lambda: nn.Sequential(NormByHead(), Attention(6)),
+]
 
 
 @pytest.mark.parametrize("index", range(len(TOPS)))
@@ -291,6 +302,15 @@ def test_torch_sequence_first(shape):
         return F.mse_loss(model(x)[used], x[used].flip(-1))
 
     assert_means(exact_outer(model, loss), gauss_newton_means(model, loss))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_sequences_are_found_on_either_side(batch_first):
+    model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=8, batch_first=batch_first)
+    with capture_attention(model) as attention, capture_layers(model, attention) as layers:
+        model(torch.randn((2, 5, 16) if batch_first else (5, 2, 16)))
+    assert {call.module for call in layers} == {"linear1", "linear2", "norm1", "norm2"}
+    assert all(call.x.shape[:2] == call.y.shape[:2] == (2, 5) for call in layers)
 
 
 def test_relative_positions_of_as_many_positions_as_sequences():

@@ -279,7 +279,7 @@ def test_inside_no_grad(name):
 @all_estimators
 def test_frees_its_memory_at_once(name):
     """Activations wait for no garbage collection."""
-    model, held = build(layers=2, rope=True), []
+    model, held = build(layers=2, rope=1.0), []
 
     def loss():
         features = model.features(tokens_of(2, 4)[0])
