@@ -241,6 +241,17 @@ def test_the_blocks_are_those_of_the_optimizer():
     assert len(optimizer.block_scales()["h.0.attn.c_attn.weight"]) == 3
 
 
+def test_blocks_that_the_optimizer_lacks_are_found():
+    model = tiny_gpt()
+    whole = blockopt.find_blocks(model, per_row=())
+    groups = [group for group in blockopt.param_groups(model, whole) if group["role"] == "mlp_in"]
+    block_lr = BlockLR(blockopt.BlockSGD(groups, lr=0.1), model)
+    found = {name: len(scale) for name, scale in block_lr.last_scales.as_dict().items()}
+    assert found["h.0.mlp.c_fc.weight"] == 1
+    assert found["h.0.mlp.c_proj.weight"] == 16
+    assert found["wte.weight"] == 19
+
+
 def test_parameters_that_another_optimizer_has_are_measured_but_not_set():
     model = tiny_gpt()
     groups = [group for group in blockopt.param_groups(model) if group["role"] in ("mlp_in", "mlp_out")]
@@ -531,6 +542,11 @@ def test_a_second_one_takes_the_place_of_the_first():
         first.step()
     second.step()
     assert len(second.history) == 1
+    with pytest.raises(ValueError, match="Invalid power"):
+        BlockLR(optimizer, model, power=math.nan)
+    take_step(model, optimizer)
+    second.step()  # is still in place
+    assert len(second.history) == 2
 
 
 def test_nothing_keeps_model_and_optimizer_alive():
