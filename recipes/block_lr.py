@@ -45,13 +45,12 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps, 1.0))
     block_lr = blockopt.BlockLR(optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed)
     generator = torch.Generator().manual_seed(options.seed)
-    tokens = batch(training, 16, CONFIG.context, generator)
     for _ in track(range(options.steps), description="training"):
+        tokens = batch(training, 16, CONFIG.context, generator)
         model(*tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        tokens = batch(training, 16, CONFIG.context, generator)  # the next batch, which the step has not seen
         block_lr.step(lambda tokens=tokens: model(*tokens))
         optimizer.zero_grad()
 
