@@ -220,9 +220,14 @@ def make_parser(description: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=positive, default=2, help="threads of torch")
     parser.add_argument("--no-muon", action="store_true", help="leave out Muon, which is slow on a CPU")
     parser.add_argument("--quick", action="store_true", help="the 1M preset, in seconds, to see that it works")
+    add_outputs(parser, name)
+    return parser
+
+
+def add_outputs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options for the files that a benchmark of this name writes."""
     parser.add_argument("--output", type=Path, default=Path(f"results/{name}.json"), help="JSON file to write")
     parser.add_argument("--plot", type=Path, default=Path(f"results/{name}.png"), help="chart to write, .png")
-    return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -230,11 +235,16 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size = "1M"
+    check(parser, arguments, ["adam_mini", "matplotlib"] + ["transformers"] * (arguments.layout == "conv1d"))
+    return arguments
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: list[str]) -> None:
+    """Stop if a file cannot be written or a module is missing, and set the number of threads."""
     if arguments.output.suffix != ".json":
         parser.error(f"Invalid --output {arguments.output}. Must end in .json.")
     if arguments.plot.suffix != ".png":
         parser.error(f"Invalid --plot {arguments.plot}. Must end in .png.")
-    needed = ["adam_mini", "matplotlib"] + ["transformers"] * (arguments.layout == "conv1d")
     for module in needed:
         try:
             __import__(module)
@@ -248,7 +258,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             parser.error(f"Cannot write {path}.")
     torch.set_num_threads(arguments.threads)
-    return arguments
 
 
 def positive(text: str) -> int:
