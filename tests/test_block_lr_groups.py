@@ -1,10 +1,10 @@
 """BlockLR on optimizers other than blockopt's: the learning rates of groups, as their step and as their schedule see them."""
 
 import copy
-import importlib.util
 import math
 
 import pytest
+import schedulefree
 import torch
 import torch_optimizer
 import transformers
@@ -78,10 +78,7 @@ def test_the_step_is_that_with_learning_rates_multiplied_by_hand(name, by):
             torch.testing.assert_close(applied[parameter_name], torch.full_like(applied[parameter_name], mean))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("schedulefree") is None, reason="schedulefree is not installed")
 def test_schedule_free_learning_rates_are_scaled():
-    import schedulefree
-
     model = tiny_gpt()
     optimizer = schedulefree.AdamWScheduleFree(blockopt.param_groups(model, by="parameter"), lr=1e-2)
     optimizer.train()
@@ -90,6 +87,10 @@ def test_schedule_free_learning_rates_are_scaled():
     block_lr.step()
     take_step(model, optimizer)
     assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
+    scales = block_lr.last_scales.as_dict()
+    ratios = [group["scheduled_lr"] / float(scales[group["param_names"][0]][0]) for group in optimizer.param_groups]
+    assert len({round(group["scheduled_lr"], 9) for group in optimizer.param_groups}) > 1
+    torch.testing.assert_close(ratios, [ratios[0]] * len(ratios))
 
 
 def test_groups_without_blocks_of_their_own_get_those_of_the_model():
