@@ -122,17 +122,20 @@ def test_batches_are_drawn_anew_for_each_refresh_and_alike_in_each_run(tmp_path)
 
 
 def test_a_batch_of_ones_own_is_measured_on(tmp_path):
-    seen = []
+    drawn, seen = [], []
+
+    def batch():
+        drawn.append(torch.randint(19, (2, 8), generator=torch.Generator().manual_seed(len(drawn))))
+        return {"input_ids": drawn[-1], "labels": drawn[-1]}
 
     def compute_loss(model, batch):
         seen.append(batch["input_ids"])
         return model(**batch).loss
 
-    tokens = torch.full((2, 8), 3)
-    batch = {"input_ids": tokens, "labels": tokens}
-    trainer(tmp_path, BlockLRCallback(curvature="gauss_newton", batch=lambda: batch, compute_loss=compute_loss)).train()
-    assert len(seen) == 1
-    assert torch.equal(seen[0], tokens)
+    trainer(tmp_path, BlockLRCallback(curvature="secant", batch=batch, compute_loss=compute_loss, every=4)).train()
+    assert len(drawn) == 2  # one for each refresh
+    assert all(torch.equal(tokens, drawn[index // 2]) for index, tokens in enumerate(seen))
+    assert len(seen) == 4
 
 
 def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
