@@ -35,7 +35,7 @@ ALONG_UPDATE = ("directional", "secant", "newton")
 FAILURES_IN_A_ROW = 3
 
 
-class _NowherePositive(FloatingPointError):
+class NowherePositive(FloatingPointError):
     """The curvature of no group of blocks is positive, as may happen where the loss is not convex: no sign of an error."""
 
 
@@ -69,6 +69,9 @@ class BlockLR:
     ever raising. Other errors raise at once.
 
     Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and all hold the same scales.
+
+    A refresh runs in evaluation mode, where transformers does no activation checkpointing: a model that needs that to fit into
+    memory must be measured on a smaller batch.
 
     Args:
         optimizer: One of blockopt's, or any `torch.optim.Optimizer` with several groups, wrapped by `accelerate` or not. A
@@ -266,7 +269,7 @@ class BlockLR:
         try:
             return block_scales(curvature, self._model, blocks, **self._options), None
         except ValueError as error:  # options, names and lengths have been checked: nothing positive was measured
-            return {}, _NowherePositive(str(error))
+            return {}, NowherePositive(str(error))
 
     def _smoothed(self, name: str, new: Tensor) -> Tensor:
         old = self._log_scales.get(name)
@@ -287,7 +290,7 @@ class BlockLR:
     def _fail(self, error: Exception) -> None:
         """Keep the scales for now."""
         self.failures += 1
-        self._failures_in_a_row += not isinstance(error, _NowherePositive)
+        self._failures_in_a_row += not isinstance(error, NowherePositive)
         cause = f"{type(error).__name__}: {error}"
         if self._failures_in_a_row >= FAILURES_IN_A_ROW:
             raise RuntimeError(

@@ -66,7 +66,7 @@ def test_data_parallel(name, process_group):
     torch.testing.assert_close(model.head.weight.grad, expected_gradient)
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "secant"])  # a difference of rounded gradients
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast(name, where):
@@ -88,7 +88,9 @@ def test_autocast(name, where):
             assert torch.equal(found[parameter], values)
     assert all(values.dtype == torch.float32 for values in found.values())
     ours, theirs = (torch.cat([v[n] for n in sorted(v)]) for v in (found, expected))
-    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > 0.95
+    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > (
+        0.9 if name == "secant" else 0.95
+    )  # that is a difference of rounded gradients
 
 
 @pytest.mark.parametrize("name", ["analytic", "gauss_newton", "hutchinson"])
@@ -99,7 +101,9 @@ def test_low_precision_parameters(name):
     found = ESTIMATORS[name](model, language_loss(model))
     assert all(values.dtype == torch.float32 for values in found.values())
     ours, theirs = (torch.cat([v[n] for n in sorted(v)]) for v in (found, expected))
-    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > 0.95
+    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > (
+        0.9 if name == "secant" else 0.95
+    )  # that is a difference of rounded gradients
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -41,6 +41,7 @@ class Evaluation:
             TypeError: If the closure gives no scalar tensor with a graph, or that and a number of tokens.
             FloatingPointError: If the loss is not finite.
         """
+        torch.clear_autocast_cache()  # of casts of the weights, which a secant has moved since
         with torch.enable_grad(), self._autocast:
             result = self._closure()
         loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -81,6 +82,7 @@ def batch_means(model: nn.Module, losses: Losses, measure: Callable[[Evaluation]
         evaluation = Evaluation(closure, callers)
         with undisturbed(model), torch.autocast(device, enabled=False):  # a caller's autocast is for the forward pass only
             measured = measure(evaluation)
+        torch.clear_autocast_cache()
         weights.append(evaluation.tokens)
         for key, value in measured.items():
             weighted = value.detach() if evaluation.tokens is None else value.detach() * evaluation.tokens
@@ -118,8 +120,8 @@ def refuse_sharded(model: nn.Module, estimator: str) -> None:
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
-            f"{estimator} needs whole parameters, and {sharded!r} is sharded. Use the gradient-only estimators: 'secant', "
-            "'gauss_newton' or 'gradient'."
+            f"{estimator} needs whole parameters, and {sharded!r} is sharded. Use the gradient-only estimators: 'newton', "
+            "'secant', 'gauss_newton' or 'gradient'."
         )
 
 

@@ -86,7 +86,7 @@ def newton(
     From the weights before the update, the second-order model of a group of blocks is lowest at `-g·u / (H u)·u` times the step
     that was taken. Plain curvature does not know how much there is to gain: a block may be flat and have arrived. Both sums
     are taken over the group before they are divided, since those of a single block are noisy, and all blocks of a group get
-    the same value. A group that the update does not improve counts as the sharpest one; if none improves, all count alike.
+    the same value. A group that the update does not improve counts as the sharpest one; if none improves, all are zero.
 
     Args:
         model: Any module; with `method="exact"` its parameters must be whole (not FSDP2).
@@ -124,7 +124,7 @@ def newton(
         logs = {name: scales[name].to("cpu", torch.float64).log() for name in blocks}
         values = values / (_sum_groups(logs, groups, len(labels)) / _sum_groups(sizes, groups, len(labels))).exp()
     descends = slope < 0
-    values = torch.where(descends, values, values[descends].max()) if bool(descends.any()) else torch.ones_like(values)
+    values = torch.where(descends, values, values[descends].max()) if bool(descends.any()) else torch.zeros_like(values)
     return {name: values[groups[name]].to(along.slope[name]) for name in blocks}
 
 
