@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from blockopt import Split
 from blockopt.curvature import analytic
 from blockopt.curvature._attention_forms import (
     Attention,
@@ -13,7 +16,7 @@ from blockopt.curvature._attention_forms import (
     outer_value,
     score_derivatives,
 )
-from blockopt.curvature._layers import squared_rows
+from blockopt.curvature._layers import capture_layers, squared_rows, squared_sums, uses_of
 from tests.dense import build, tokens_of
 
 SCALE = 0.7
@@ -143,3 +146,34 @@ def test_squared_rows(positions, width, outputs):
     x, d = (torch.randn(3, positions, n, generator=generator, dtype=torch.float64) for n in (width, outputs))
     expected = sum((d[s].T @ x[s]).square().sum(1) for s in range(3))
     torch.testing.assert_close(squared_rows(x, d), expected, rtol=1e-12, atol=0.0)
+
+
+TOKENS = torch.tensor([[0, 3, 3, 1], [3, 0, 0, 4]])  # some in both sequences
+LAYERS = {
+    "linear": lambda: nn.Linear(3, 6),
+    "conv1d": lambda: Conv1D(6, 3),
+    "embedding": lambda: nn.Embedding(5, 6),
+    "padded": lambda: nn.Embedding(5, 6, padding_idx=3),
+    "norm": lambda: nn.LayerNorm(3),
+}
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_squares_of_the_gradient_of_each_sequence(kind, dim):
+    model = nn.Sequential(LAYERS[kind]()).double()
+    generator = torch.Generator().manual_seed(0)
+    x = TOKENS if kind in ("embedding", "padded") else torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
+    with capture_layers(model, []) as layers:
+        y = model(x)
+    d = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    uses = uses_of(layers, [d])
+    assert set(uses) == {name for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        gradients = [torch.autograd.grad(y[s], p, d[s], retain_graph=True)[0] for s in range(2)]
+        squares = sum(g.square() for g in gradients)
+        if dim is None or p.ndim <= dim:
+            torch.testing.assert_close(squared_sums(uses[name], None), squares.sum().reshape(1))
+            continue
+        split = Split(dim, (p.shape[dim],), (p.shape[dim],))
+        torch.testing.assert_close(squared_sums(uses[name], split), squares.sum(1 - dim) if p.ndim == 2 else squares)
