@@ -16,7 +16,7 @@ from tests.dense import Attention, assert_means, build, language_loss, tokens_of
 
 def with_update(estimator, **options):
     def estimate(model, losses, **others):
-        update = {n: 0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p) for n, p in trainable(model).items()}
+        update = {n: -0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p) for n, p in trainable(model).items()}
         return estimator(model, losses, update, **options, **others)
 
     return estimate
