@@ -132,6 +132,8 @@ def _derivative(norm: nn.Module, x: Tensor) -> Tensor | None:
     """
     x = _wide(x)
     own = {name: torch.zeros_like(p, dtype=x.dtype) for name, p in norm.named_parameters(recurse=False)}
+    if "weight" not in own:  # but computed from others
+        return None
     ramp = torch.linspace(1, 2, len(own["weight"]), dtype=x.dtype, device=x.device)
     weights = (torch.zeros_like(ramp), torch.ones_like(ramp), ramp)
     low, high, tilted = (torch.func.functional_call(norm, own | {"weight": w}, (x,)) for w in weights)
