@@ -135,6 +135,7 @@ class Attention(nn.Module):
         scale: Of the scores.
         rope: Whether queries and keys are rotated by their positions, and by what they are multiplied then.
         norm: Whether queries and keys are normalised.
+        factor: What keys and values are multiplied by before the call.
         repeat: Whether shared keys are repeated before the call, as transformers does, and not by it.
         sequence_first: Whether the input is (T, B, D).
     """
@@ -149,6 +150,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         rope: float = 0.0,
         norm: bool = False,
+        factor: float = 1.0,
         repeat: bool = False,
         sequence_first: bool = False,
     ) -> None:
@@ -162,7 +164,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(sizes[0], width)
         self.norm = nn.RMSNorm(self.head_dim) if norm else None
         self.sizes, self.causal, self.scale, self.rope = sizes, causal, scale, rope
-        self.repeat, self.sequence_first = repeat, sequence_first
+        self.factor, self.repeat, self.sequence_first = factor, repeat, sequence_first
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         fused = hasattr(self, "qkv_proj")
@@ -173,6 +175,7 @@ class Attention(nn.Module):
             q, k = self.norm(q), self.norm(k)
         if self.rope:
             q, k = self.rope * rotate(q), self.rope * rotate(k)
+        k, v = self.factor * k, self.factor * v
         if self.repeat:
             k, v = (part.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1) for part in (k, v))
         grouped = k.shape[1] != q.shape[1]

@@ -74,7 +74,7 @@ def test_closed_forms_are_in_use(family):
 
 
 KINDS = [{}, {"fused": True}, {"groups": 1}, {"groups": 2, "repeat": True}, {"groups": 2, "fused": True, "scale": 0.9}]
-KINDS += [{"rope": 1.0, "groups": 2}, {"norm": True}, {"norm": True, "rope": 1.0}, {"causal": False}]
+KINDS += [{"rope": 1.0, "groups": 2}, {"norm": True}, {"norm": True, "rope": 1.0}, {"causal": False}, {"factor": 1.7}]
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -88,6 +88,14 @@ def test_every_kind_of_attention(options, layers):
 def test_padding_is_masked():
     model = build(layers=2, causal=False)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)[:, None, None, :]
+    loss = language_loss(model, mask=mask)
+    assert_means(exact_outer(model, loss), gauss_newton_means(model, loss))
+
+
+def test_packed_documents():
+    """The last position, on which independence is tried, is a document of its own; the others see one another."""
+    model = build(layers=2)
+    mask = torch.block_diag(torch.ones(3, 3), torch.ones(1, 1)).bool().tril()
     loss = language_loss(model, mask=mask)
     assert_means(exact_outer(model, loss), gauss_newton_means(model, loss))
 

@@ -20,7 +20,7 @@ from tests.dense import (
 from tests.models import FAMILIES, loss_of
 
 KINDS = [{}, {"fused": True}, {"heads": 4, "groups": 2}, {"heads": 4, "groups": 1, "fused": True, "repeat": True}]
-KINDS += [{"causal": False}, {"scale": 0.9}]
+KINDS += [{"causal": False}, {"scale": 0.9}, {"factor": 1.7}]
 
 
 def rest_of_hessian(model, loss):
