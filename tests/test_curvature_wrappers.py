@@ -58,8 +58,16 @@ def test_data_parallel(name, process_group):
     model = build(layers=2)
     expected = ESTIMATORS[name](model, language_loss(model))
     wrapped = DistributedDataParallel(model)
-    assert_same(ESTIMATORS[name](wrapped, language_loss(wrapped)), expected, "module.")
-    assert_same(ESTIMATORS[name](model, language_loss(wrapped)), expected)
+    waiting = []
+
+    def loss():
+        value = language_loss(wrapped)()
+        waiting.append(wrapped.require_backward_grad_sync)
+        return value
+
+    assert_same(ESTIMATORS[name](wrapped, loss), expected, "module.")
+    assert_same(ESTIMATORS[name](model, loss), expected)
+    assert not any(waiting)  # for the gradients of other ranks, which may not measure
     assert wrapped.require_backward_grad_sync
     language_loss(wrapped)().backward()  # training goes on
     (expected_gradient,) = torch.autograd.grad(language_loss(model)(), model.head.weight)
