@@ -1,0 +1,1 @@
+"""Exact Hessians of transformers: closed forms, operators, spectra."""

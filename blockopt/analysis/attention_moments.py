@@ -1,0 +1,113 @@
+"""Attention moments and softmax derivatives: the matrices in which the ICLR 2025 paper writes the self-attention Hessian.
+
+Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a theoretical Hessian analysis". Each row of
+the attention matrix A is a distribution over tokens; the Hessian depends on its first three moments. Everything here is for one
+head and one sequence, in the paper's layout (row-major vectorisation), for reading and for checks: `self_attention` computes the
+Hessian without these large matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention_moment(A: Tensor, X: Tensor, order: int) -> Tensor:
+    """Definition 3.1: the mean (order 1) or a central moment (order 2 or 3) of the tokens under each row of A.
+
+    `M_1 = A X`, `[M_2]_i = Σ_j A_ij x̃ x̃ᵀ` and `[M_3]_i = Σ_j A_ij x̃ ⊗ x̃ x̃ᵀ` with `x̃ = x_j - [M_1]_i`. The paper's flat
+    matrices are `.flatten(0, -2)` of what is returned.
+
+    Args:
+        A: Attention weights, (L, L).
+        X: Tokens, (L, d).
+        order: 1, 2 or 3.
+
+    Returns:
+        (L, d), (L, d, d) or (L, d, d, d).
+
+    Example:
+        >>> A, X = torch.full((2, 2), 0.5), torch.tensor([[1.0], [3.0]])
+        >>> attention_moment(A, X, 1).flatten(), attention_moment(A, X, 2).flatten()
+        (tensor([2., 2.]), tensor([1., 1.]))
+    """
+    _check(A, X)
+    mean = A @ X
+    centred = X - mean.unsqueeze(1)  # (L, L, d): token j seen from row i
+    if order == 1:
+        return mean
+    if order == 2:
+        return torch.einsum("ij,ija,ijb->iab", A, centred, centred)
+    if order == 3:
+        return torch.einsum("ij,ija,ijb,ijc->iabc", A, centred, centred, centred)
+    raise ValueError(f"Invalid order={order}. Must be 1, 2 or 3.")
+
+
+def softmax_jacobian(A: Tensor) -> Tensor:
+    """Lemma B.1: `∂A/∂T`, (L², L²), block-diagonal with `diag(A_i) - A_i A_iᵀ`."""
+    return torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in A))
+
+
+def softmax_row_hessian(row: Tensor) -> Tensor:
+    """The second derivatives of each entry of `row = softmax(t)` by t, (L, L, L): entry j first.
+
+    `∂²a_j/∂t² = a_j (2 a aᵀ + e_j e_jᵀ - diag(a) - e_j aᵀ - a e_jᵀ)`.
+
+    Example:
+        >>> softmax_row_hessian(torch.tensor([0.5, 0.5])).sum(0).abs().max()  # the entries sum to 1, whatever t is
+        tensor(0.)
+    """
+    unit = torch.eye(len(row), dtype=row.dtype, device=row.device)
+    from_mean = unit - row  # e_j - a
+    return row[:, None, None] * (from_mean[:, :, None] * from_mean[:, None, :] - (torch.diag(row) - torch.outer(row, row)))
+
+
+def softmax_hessian(A: Tensor) -> Tensor:
+    """Lemma C.1: `∂²A/∂T²` of the row-wise softmax, (L⁴, L²), block-diagonal with blocks `D_i` of (L³, L).
+
+    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j, as one may read the paper, it is wrong;
+    the paper also prints `∂²F` for `∂²A` on the left).
+    """
+    length = len(A)
+    blocks = []
+    for i, row in enumerate(A):
+        block = A.new_zeros(length, length, length, length)  # entry j, row of T that is derived by, and its two entries
+        block[:, i] = softmax_row_hessian(row)
+        blocks.append(block.reshape(length**3, length))
+    return torch.block_diag(*blocks)
+
+
+def first_data_term(A: Tensor, X: Tensor) -> Tensor:
+    """Remark 3.1: `Z_1 = (I ⊗ Xᵀ) ∂A/∂T (X ⊗ X) = X * M_2`, (L d, d²): row block i is `x_iᵀ ⊗ [M_2]_i`."""
+    second = attention_moment(A, X, 2)
+    return torch.einsum("ia,ibc->ibac", X, second).reshape(X.numel(), -1)
+
+
+def second_data_term(A: Tensor, X: Tensor) -> Tensor:
+    """Remark 3.1: `Z_2 = (I ⊗ Xᵀ ⊗ Xᵀ ⊗ Xᵀ) ∂²A/∂T² (X ⊗ X)`, (L d³, d²).
+
+    It is `(I_L ⊗ K_dd ⊗ I_d)` times the row blocks `x_i x_iᵀ ⊗ [M_3]_i`, which is what "X * Xᵀ * M_3" has to mean in the paper
+    for the sizes to fit; its proof prints (L d², d) and ends in "M_3 =" for "Z_2 =".
+    """
+    length, width = X.shape
+    third = attention_moment(A, X, 3)  # (L, d, d, d)
+    # x_i x_iᵀ ⊗ [M_3]_i has rows (a, b, c) and columns (e, f): x_a x_e M_bcf. K ⊗ I swaps a and b.
+    return torch.einsum("ia,ie,ibcf->ibacef", X, X, third).reshape(length * width**3, width**2)
+
+
+def commutation_matrix(m: int, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`K_mn` of the paper's equation 18: `K_mn vec(X) = vec(Xᵀ)`, row-major, for X of shape (n, m).
+
+    The paper's Lemma B.2 writes `K(M, N)` for what is `K_NM` here.
+
+    Example:
+        >>> X = torch.arange(6.0).reshape(2, 3)
+        >>> torch.equal(commutation_matrix(3, 2, X.dtype) @ X.flatten(), X.T.flatten())
+        True
+    """
+    return torch.eye(m * n, dtype=dtype)[torch.arange(m * n).view(n, m).T.flatten()]
+
+
+def _check(A: Tensor, X: Tensor) -> None:
+    if A.ndim != 2 or X.ndim != 2 or A.shape != (len(X), len(X)):
+        raise ValueError(f"Invalid shapes A {tuple(A.shape)} and X {tuple(X.shape)}. Must be (L, L) and (L, d): one head, one sequence.")
