@@ -38,7 +38,7 @@ def _start(rank, port, task, *arguments):
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    # A thread of gloo that is still alive when C++ takes down its statics aborts the process, about once in a thousand exits.
+    # A thread of gloo that is still alive when C++ takes down its statics can abort the process.
     os._exit(0)
 
 
