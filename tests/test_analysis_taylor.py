@@ -100,7 +100,7 @@ def test_the_error_on_a_gpt_is_of_third_order():
     alone = torch.stack([(f.group_actual - f.group_second_order).abs() for f in found]).log2().diff(dim=0)
     first = torch.tensor([abs(f.actual - f.first_order) for f in found]).log2().diff()
     torch.testing.assert_close(joint, torch.full_like(joint, -3), rtol=0, atol=0.2)
-    torch.testing.assert_close(first, torch.full_like(first, -2), rtol=0, atol=0.1)
+    torch.testing.assert_close(first, torch.full_like(first, -2), rtol=0, atol=0.2)
     torch.testing.assert_close(alone[-1], torch.full_like(alone[-1], -3), rtol=0, atol=0.2)
 
 
