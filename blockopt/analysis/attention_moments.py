@@ -2,8 +2,8 @@
 
 Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a theoretical Hessian analysis". Each row of
 the attention matrix A is a distribution over tokens; the Hessian depends on its first three moments. Everything here is for one
-head and one sequence, in the paper's layout (row-major vectorisation), for reading and for checks: `self_attention` computes the
-Hessian without these large matrices.
+head and one sequence, in the paper's layout (row-major vectorisation), for reading and for checks: `self_attention` computes
+the Hessian without these large matrices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def attention_moment(A: Tensor, X: Tensor, order: int) -> Tensor:
 
 def softmax_jacobian(A: Tensor) -> Tensor:
     """Lemma B.1: `∂A/∂T`, (L², L²), block-diagonal with `diag(A_i) - A_i A_iᵀ`."""
-    return torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in A))
+    jacobian: Tensor = torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in A))
+    return jacobian
 
 
 def softmax_row_hessian(row: Tensor) -> Tensor:
@@ -59,14 +60,16 @@ def softmax_row_hessian(row: Tensor) -> Tensor:
     """
     unit = torch.eye(len(row), dtype=row.dtype, device=row.device)
     from_mean = unit - row  # e_j - a
-    return row[:, None, None] * (from_mean[:, :, None] * from_mean[:, None, :] - (torch.diag(row) - torch.outer(row, row)))
+    covariance = torch.diag(row) - torch.outer(row, row)
+    hessian: Tensor = row[:, None, None] * (from_mean[:, :, None] * from_mean[:, None, :] - covariance)
+    return hessian
 
 
 def softmax_hessian(A: Tensor) -> Tensor:
     """Lemma C.1: `∂²A/∂T²` of the row-wise softmax, (L⁴, L²), block-diagonal with blocks `D_i` of (L³, L).
 
-    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j, as one may read the paper, it is wrong;
-    the paper also prints `∂²F` for `∂²A` on the left).
+    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j it is wrong). The paper prints `∂²F`
+    for `∂²A` on the left.
     """
     length = len(A)
     blocks = []
@@ -74,7 +77,8 @@ def softmax_hessian(A: Tensor) -> Tensor:
         block = A.new_zeros(length, length, length, length)  # entry j, row of T that is derived by, and its two entries
         block[:, i] = softmax_row_hessian(row)
         blocks.append(block.reshape(length**3, length))
-    return torch.block_diag(*blocks)
+    whole: Tensor = torch.block_diag(*blocks)
+    return whole
 
 
 def first_data_term(A: Tensor, X: Tensor) -> Tensor:
@@ -110,4 +114,6 @@ def commutation_matrix(m: int, n: int, dtype: torch.dtype = torch.float64) -> Te
 
 def _check(A: Tensor, X: Tensor) -> None:
     if A.ndim != 2 or X.ndim != 2 or A.shape != (len(X), len(X)):
-        raise ValueError(f"Invalid shapes A {tuple(A.shape)} and X {tuple(X.shape)}. Must be (L, L) and (L, d): one head, one sequence.")
+        raise ValueError(
+            f"Invalid shapes A {tuple(A.shape)} and X {tuple(X.shape)}. Must be (L, L) and (L, d): one head, one sequence."
+        )

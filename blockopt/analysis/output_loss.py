@@ -46,7 +46,9 @@ class SquaredError:
 
     def _target(self, output: Tensor) -> Tensor:
         if self.target.shape[-2:] != output.shape[-2:] or self.target.numel() != output.numel():
-            raise ValueError(f"Invalid target of shape {tuple(self.target.shape)}. Must be that of the output, {tuple(output.shape)}.")
+            raise ValueError(
+                f"Invalid target of shape {tuple(self.target.shape)}. Must be that of the output, {tuple(output.shape)}."
+            )
         return self.target.reshape(output.shape)
 
 
@@ -93,7 +95,8 @@ class CrossEntropy:
         for p in probabilities.split(number):
             mean_of_rows, mean_of_columns = p @ rows.mT, p @ columns.mT
             products.append((rows * p.unsqueeze(1)) @ columns.mT - mean_of_rows.unsqueeze(-1) * mean_of_columns.unsqueeze(-2))
-        return torch.cat(products).div_(probabilities.shape[0]).unflatten(0, output.shape[:-1])
+        whole: Tensor = torch.cat(products).div_(probabilities.shape[0]).unflatten(0, output.shape[:-1])
+        return whole
 
     def _logits(self, output: Tensor) -> Tensor:
         if output.shape[-1] != self.weight.shape[0]:
@@ -102,8 +105,13 @@ class CrossEntropy:
         return logits if self.bias is None else logits + self.bias
 
     def _targets(self, output: Tensor) -> Tensor:
-        if self.targets.shape != output.shape[-1 - self.targets.ndim : -1] or self.targets.numel() * output.shape[-1] != output.numel():
-            raise ValueError(f"Invalid targets of shape {tuple(self.targets.shape)}. Must be one a position: {tuple(output.shape[:-1])}.")
+        if (
+            self.targets.shape != output.shape[-1 - self.targets.ndim : -1]
+            or self.targets.numel() * output.shape[-1] != output.numel()
+        ):
+            raise ValueError(
+                f"Invalid targets of shape {tuple(self.targets.shape)}. Must be one a position: {tuple(output.shape[:-1])}."
+            )
         return self.targets.reshape(output.shape[:-1])
 
 

@@ -1,0 +1,49 @@
+"""Trace, diagonal, Frobenius norm and products of the factored blocks equal those of the dense ones."""
+
+import pytest
+import torch
+from attention_reference import assert_close, draw
+from test_analysis_self_attention import CAUSAL, SHAPES, make
+
+from blockopt.analysis import factored_attention
+from blockopt.analysis.factored_attention import KroneckerSum, Matrices
+
+
+@pytest.mark.parametrize("part", ["outer", "functional", "full"])
+@pytest.mark.parametrize("cross_entropy", [False, True], ids=["squared error", "cross-entropy"])
+@pytest.mark.parametrize("activation", ["softmax", "linear"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_factored_equals_dense(shape, activation, cross_entropy, part):
+    X, weights, target = draw(**SHAPES[shape])
+    hessian, _ = make(X, weights, target, cross_entropy, activation=activation)
+    generator = torch.Generator().manual_seed(0)
+    for role in hessian.roles:
+        for head in range(hessian.num_heads):
+            exact = hessian.block(role, role, part, heads=(head, head))
+            block = hessian.factored(role, head, part)
+            assert block.shape == exact.shape
+            assert block.dtype == exact.dtype
+            assert_close(block.trace(), exact.trace())
+            assert_close(block.diagonal(), exact.diagonal())
+            assert_close(block.squared_frobenius(), exact.square().sum())
+            assert_close(block.frobenius() ** 2, exact.square().sum())
+            v = torch.randn(len(exact), 3, generator=generator, dtype=exact.dtype)
+            assert_close(block @ v, exact @ v)
+            assert_close(block @ v[:, 0], exact @ v[:, 0])
+
+
+def test_key_blocks_in_many_slices(monkeypatch):
+    """A few bytes at a time: all slices of the inner products are there, once."""
+    X, weights, target = draw(L=4, d=5, dk=3, batch=2, dv=3, d_out=4)
+    hessian, _ = make(X, weights, target, True, mask=CAUSAL)
+    exact = hessian.block("key", "key").square().sum()
+    assert_close(hessian.factored("key").squared_frobenius(), exact)
+    for size in (1, 200, 700):
+        monkeypatch.setattr(factored_attention, "CHUNK_BYTES", size)
+        assert_close(hessian.factored("key").squared_frobenius(), exact)
+
+
+def test_vectors_of_a_wrong_shape():
+    block = KroneckerSum(torch.ones(1, 2), Matrices(torch.ones(1, 3, 3)), True)
+    with pytest.raises(ValueError, match=r"Invalid vector of shape \(5,\)\. Must be \(6,\) or \(6, k\)"):
+        block @ torch.ones(5)

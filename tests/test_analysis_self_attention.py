@@ -1,0 +1,270 @@
+"""The closed-form Hessian of self-attention equals autograd's, in float64, for every pair of weights and every variant."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_reference import (
+    assert_close,
+    attend,
+    autograd_functional,
+    autograd_hessian,
+    autograd_jacobian,
+    autograd_outer,
+    draw,
+    mean_squared,
+    sizes_of,
+)
+from attention_reference import hessian as autograd_second
+
+from blockopt.analysis.attention_map import AttentionMap
+from blockopt.analysis.output_loss import CrossEntropy, SquaredError
+from blockopt.analysis.self_attention import SelfAttentionHessian
+
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
+SHAPES = {
+    "paper": {},
+    "wide keys": {"L": 3, "d": 2, "dk": 4},
+    "narrow values": {"dv": 2},
+    "batch": {"batch": 3},
+    "heads": {"heads": 2},
+    "heads with output matrices": {"heads": 2, "dv": 2, "d_out": 3, "batch": 2},
+    "one head with an output matrix": {"dv": 2, "d_out": 4},
+    "single matrix": {"single": True},
+    "single matrix, heads, batch, output": {"single": True, "heads": 2, "batch": 2, "dv": 2, "d_out": 3},
+    "one token": {"L": 1},
+}
+
+
+def make(X, weights, target, cross_entropy, **options):
+    """The closed form and the loss for autograd."""
+    width = target.shape[-1]
+    if cross_entropy:
+        generator = torch.Generator().manual_seed(7)
+        W = torch.randn(width, 5, generator=generator, dtype=torch.float64)
+        classes = torch.randint(5, X.shape[:2], generator=generator)
+        loss, plain = CrossEntropy(W, classes), lambda o: F.cross_entropy((o @ W).flatten(0, 1), classes.flatten())
+    else:
+        loss, plain = SquaredError(target), lambda o: mean_squared(o, target)
+    single = "query_key" in weights
+    hessian = SelfAttentionHessian(
+        X,
+        weights["query_key"] if single else weights["query"],
+        weights.get("key"),
+        weights["value"],
+        loss=loss,
+        W_U=weights.get("output"),
+        parametrization="single" if single else "query_key",
+        **options,
+    )
+    return hessian, plain
+
+
+@pytest.mark.parametrize("cross_entropy", [False, True], ids=["squared error", "cross-entropy"])
+@pytest.mark.parametrize("activation", ["softmax", "linear"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_equals_autograd(shape, causal, activation, cross_entropy):
+    X, weights, target = draw(**SHAPES[shape])
+    options = {"activation": activation, "mask": CAUSAL[: X.shape[1], : X.shape[1]] if causal else None}
+    hessian, plain = make(X, weights, target, cross_entropy, **options)
+    assert_close(hessian.attention.output, attend(X, weights, **options), 1e-14)
+    assert_close(hessian.value(), plain(attend(X, weights, **options)), 1e-14)
+    assert_close(hessian.dense(), autograd_hessian(X, weights, plain, **options))
+    assert_close(hessian.dense("outer"), autograd_outer(X, weights, plain, **options))
+    assert_close(hessian.dense("functional"), autograd_functional(X, weights, plain, **options))
+
+
+@pytest.mark.parametrize("part", ["outer", "functional", "full"])
+@pytest.mark.parametrize("shape", ["paper", "heads with output matrices", "single matrix"])
+def test_every_pair_of_roles_and_heads_is_a_block_of_the_whole(shape, part):
+    X, weights, target = draw(**SHAPES[shape])
+    hessian, _ = make(X, weights, target, cross_entropy=True)
+    whole, slices = hessian.dense(part), sizes_of(weights)
+    for row in hessian.roles:
+        for column in hessian.roles:
+            block = hessian.block(row, column, part)
+            assert_close(block, whole[slices[row], slices[column]], 1e-12)
+            heads = hessian.num_heads
+            rows, columns = len(block) // heads, block.shape[1] // heads
+            for h in range(heads):
+                for other in range(heads):
+                    one = hessian.block(row, column, part, heads=(h, other))
+                    assert torch.equal(one, block[h * rows : (h + 1) * rows, other * columns : (other + 1) * columns])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["softmax", "linear"])
+def test_jacobians_equal_autograd(shape, activation):
+    X, weights, _ = draw(**SHAPES[shape])
+    single = "query_key" in weights
+    attention = AttentionMap(
+        X,
+        weights["query_key" if single else "query"],
+        weights.get("key"),
+        weights["value"],
+        W_U=weights.get("output"),
+        activation=activation,
+        parametrization="single" if single else "query_key",
+    )
+    found = torch.cat([attention.jacobian(role) for role in attention.roles], 1)
+    assert_close(found, autograd_jacobian(X, weights, activation=activation))
+
+
+def test_functional_part_between_heads_is_zero():
+    """Appendix E: with many heads the outer product part is all there is between them."""
+    X, weights, target = draw(heads=3, dv=2, d_out=3)
+    hessian, plain = make(X, weights, target, cross_entropy=True)
+    exact, slices = autograd_functional(X, weights, plain), sizes_of(weights)
+    for row in hessian.roles:
+        for column in hessian.roles:
+            assert float(hessian.block(row, column, "functional", heads=(0, 2)).abs().max()) == 0
+            block = exact[slices[row], slices[column]]
+            rows, columns = block.shape[0] // 3, block.shape[1] // 3
+            assert float(block[:rows, 2 * columns :].abs().max()) < 1e-14
+            assert row == column == "value" or float(hessian.block(row, column, "outer", heads=(0, 2)).abs().max()) > 1e-6
+
+
+def test_masks_biases_scales_and_batches_of_masks():
+    X, weights, target = draw(batch=2)
+    by_sequence = torch.stack([CAUSAL, torch.eye(4, dtype=torch.bool).logical_or(CAUSAL.mT)])
+    added = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for options in ({"mask": by_sequence}, {"mask": added}, {"mask": added.masked_fill(~CAUSAL, -torch.inf)}, {"scale": 0.3}):
+        hessian, plain = make(X, weights, target, True, **options)
+        reference = {key: value.unsqueeze(1) if key == "mask" and value.ndim == 3 else value for key, value in options.items()}
+        assert_close(hessian.dense(), autograd_hessian(X, weights, plain, **reference))
+
+
+def test_one_sequence_without_a_batch_dimension():
+    X, weights, target = draw()
+    plain = SelfAttentionHessian(X[0], *(weights[role][0] for role in ("query", "key", "value")), target[0])
+    batched = SelfAttentionHessian(X, *weights.values(), target)
+    assert torch.equal(plain.dense(), batched.dense())
+
+
+def test_covariances_of_tokens_far_from_the_origin_keep_their_digits():
+    X, weights, _ = draw()
+    head = AttentionMap(X, *weights.values()).heads[0]
+    w = head.score_gradient(torch.ones_like(head.value))
+    a, b = head.value, head.key
+    assert_close(head.covariance(a + 1e6, b - 1e6), head.covariance(a, b), 1e-9)
+    assert_close(head.third_moment(w, a + 1e6, b - 1e6), head.third_moment(w, a, b), 1e-8)
+
+
+class TestScores:
+    """The split at the scores: Remark D.1 and Lemma D.2."""
+
+    @pytest.mark.parametrize("shape", ["paper", "wide keys", "heads", "heads with output matrices"])
+    def test_parts_sum_up_and_have_their_structure(self, shape):
+        X, weights, target = draw(**SHAPES[shape])
+        hessian, _ = make(X, weights, target, True)
+        for row in ("query", "key"):
+            assert float(hessian.block(row, row, "score_functional").abs().max()) == 0
+            for column in ("query", "key"):
+                parts = hessian.block(row, column, "score_outer") + hessian.block(row, column, "score_functional")
+                assert_close(parts, hessian.block(row, column))
+
+    @pytest.mark.parametrize("shape", ["paper", "wide keys", "heads"])
+    def test_outer_is_what_is_left_when_the_scores_are_linear_in_the_weights(self, shape):
+        """The Gauss-Newton split by autograd: scores linearised at the weights, the rest of the network as it is."""
+        X, weights, target = draw(**SHAPES[shape])
+        hessian, plain = make(X, weights, target, False)
+        q0, k0 = weights["query"], weights["key"]
+
+        def loss_of(vector):
+            q, k = vector.view(2, *q0.shape)
+            linear = q @ k0.mT + q0 @ k.mT - q0 @ k0.mT
+            scores = X.unsqueeze(1) @ linear @ X.unsqueeze(1).mT / q0.shape[-1] ** 0.5
+            return plain((scores.softmax(-1) @ (X.unsqueeze(1) @ weights["value"])).sum(1))
+
+        exact = autograd_second(loss_of)(torch.cat([q0.flatten(), k0.flatten()]))
+        found = torch.cat(
+            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+        )
+        assert_close(found, exact)
+
+    @pytest.mark.parametrize("shape", ["paper", "wide keys", "one head with an output matrix"])
+    def test_spectrum_of_the_functional_part(self, shape):
+        X, weights, target = draw(**SHAPES[shape])
+        hessian, _ = make(X, weights, target, False)
+        mixed = hessian.block("query", "key", "score_functional")
+        zero = torch.zeros_like(mixed @ mixed.mT)
+        whole = torch.cat([torch.cat([zero, mixed], 1), torch.cat([mixed.mT, torch.zeros_like(mixed.mT @ mixed)], 1)])
+        assert_close(hessian.score_functional_spectrum(), torch.linalg.eigvalsh(whole))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(("L", "d", "dk"), [(4, 3, 2), (12, 3, 2), (3, 4, 2), (2, 4, 3), (9, 3, 4), (5, 2, 2)])
+    def test_rank_bound_holds_and_is_attained(self, L, d, dk, causal):
+        X, weights, target = draw(L=L, d=d, dk=dk)
+        mask = torch.ones(L, L, dtype=torch.bool).tril() if causal else None
+        hessian, _ = make(X, weights, target, False, mask=mask)
+        part = torch.cat(
+            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+        )
+        assert int(torch.linalg.matrix_rank(part, hermitian=True)) == hessian.score_outer_rank_bound()
+
+    def test_temperature(self):
+        """With the attention weights kept, by hotter queries, the outer part goes as 1/t², the functional one as 1/t."""
+        X, weights, target = draw()
+        t = 2.5
+        cold = SelfAttentionHessian(X, weights["query"], weights["key"], weights["value"], target)
+        scale = cold.attention.scale
+        for part, power in (("score_outer", 2), ("score_functional", 1)):
+            kept = SelfAttentionHessian(X, t * weights["query"], weights["key"], weights["value"], target, scale=scale / t)
+            assert_close(kept.block("query", "query", part) * t**power, cold.block("query", "query", part))
+            if part == "score_functional":
+                assert_close(kept.block("query", "key", part) * t**power, cold.block("query", "key", part))
+
+    def test_a_single_matrix_has_no_such_part(self):
+        X, weights, target = draw(single=True)
+        hessian, _ = make(X, weights, target, False)
+        with pytest.raises(ValueError, match="Queries and keys are one matrix"):
+            hessian.score_functional_spectrum()
+        with pytest.raises(ValueError, match="there are queries and keys only"):
+            hessian.block("value", "value", "score_outer")
+
+
+class TestErrors:
+    def test_shapes_and_options(self):
+        X, weights, target = draw()
+        q, k, v = weights.values()
+        for arguments, options, message in (
+            ((X, q, k, v), {}, "Give either Y"),
+            ((X, q, k, v, target), {"loss": SquaredError(target)}, "Give either Y"),
+            ((X[0, 0], q, k, v, target), {}, "Invalid X of shape"),
+            ((X.long(), q, k, v, target), {}, "of floating point"),
+            ((X, q, k[:, :, :1], v, target), {}, "Invalid W_K of shape"),
+            ((X, q, k, v[:, :2], target), {}, "Invalid W_V of shape"),
+            ((X, q[0, 0], k, v, target), {}, "Invalid W_Q of shape"),
+            ((X, q, None, v, target), {}, "pass W_K"),
+            ((X, q, k, v, target), {"parametrization": "single"}, "None for W_K"),
+            ((X, q, k, v, target), {"parametrization": "double"}, "Invalid parametrization"),
+            ((X, q, k, v, target), {"activation": "relu"}, "Invalid activation"),
+            ((X, q, k, v, target), {"mask": CAUSAL[:2, :2]}, "Invalid mask of shape"),
+            ((X, q, k, v, target), {"mask": torch.zeros(4, 4, dtype=torch.bool)}, "sees no other"),
+            ((X, q, k, v, target), {"mask": torch.zeros(4, 4), "activation": "linear"}, "Must be of bool"),
+            ((X, q, k, v, target[:, :2]), {}, "Invalid target of shape"),
+            (
+                (X, q, k, v),
+                {"loss": CrossEntropy(torch.ones(2, 5), torch.zeros(1, 4, dtype=torch.long))},
+                "Invalid weight of shape",
+            ),
+            (
+                (X, q, k, v),
+                {"loss": CrossEntropy(torch.ones(3, 5).double(), torch.zeros(1, 3).long())},
+                "Invalid targets of shape",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                SelfAttentionHessian(*arguments, **options)
+
+    def test_roles_and_parts(self):
+        X, weights, target = draw()
+        hessian = SelfAttentionHessian(X, *weights.values(), target)
+        with pytest.raises(ValueError, match="Invalid role 'output'"):
+            hessian.block("output", "query")
+        with pytest.raises(ValueError, match="Invalid part='half'"):
+            hessian.block("query", "query", part="half")
+        with pytest.raises(ValueError, match="A factored block has"):
+            hessian.factored("query", part="score_outer")
+        with pytest.raises(ValueError, match="Must be the numbers of the classes"):
+            CrossEntropy(torch.ones(2, 3), torch.zeros(2))
