@@ -145,6 +145,7 @@ class LossCurvature:
             )
         self.predictions = [call.prediction for call, _ in used]
         self._calls = [call for call, _ in used]
+        self._derivatives = [derivative.detach() for _, derivative in used]
         self._weights = [call.weights * self._spread(call, derivative) for call, derivative in used]
         if any(bool((weights < 0).any()) for weights in self._weights):
             raise ValueError("A cross-entropy or squared error enters the loss with a negative sign: no Gauss-Newton there.")
@@ -167,6 +168,33 @@ class LossCurvature:
                 vector = self._class_vector(call, weights, _labels(call.probabilities, local))
             vectors.append(vector.to(call.prediction.dtype))
         return vectors
+
+    def product(self, vectors: list[Tensor]) -> list[Tensor]:
+        """Λ times one vector for each prediction, in its shape: `w (p∘u - p (p·u))` for each row, or `w u` for each element."""
+        products = []
+        for call, weights, vector in zip(self._calls, self._weights, vectors):
+            product = vector.to(weights)
+            if call.class_dim is None or call.probabilities is None:
+                product = weights * product
+            else:
+                product = call.probabilities * product.movedim(call.class_dim, -1)
+                product = weights.unsqueeze(-1) * (product - call.probabilities * product.sum(-1, keepdim=True))
+                product = product.movedim(-1, call.class_dim)
+            products.append(product.to(call.prediction.dtype))
+        return products
+
+    def residual(self) -> Tensor:
+        """What to add to the loss to have the Hessian without `Jᵀ Λ J`: the losses made linear in their predictions.
+
+        That is `Σ r·prediction - value·derivative` over the calls, where `r`, the derivative by the prediction, is constant.
+        """
+        total = torch.zeros((), device=self.predictions[0].device)
+        with torch.enable_grad():
+            for call, derivative in zip(self._calls, self._derivatives):
+                seen = (call.value * derivative).sum()
+                (r,) = torch.autograd.grad(seen, call.prediction, retain_graph=True)
+                total = total + (r * call.prediction).sum() - seen
+        return total
 
     def factors(self) -> Iterator[list[Tensor]]:
         """All vectors `s` of a sum `Σ s sᵀ` that is Λ exactly: one for each class of each row, or one for each element."""
