@@ -46,10 +46,10 @@ def _name(operator: SymmetricOperator) -> str:
     return f"the {type(operator).__name__} of shape {tuple(operator.shape)} and dtype {operator.dtype}"
 
 
-def random_signs(operator: SymmetricOperator, generator: torch.Generator) -> Tensor:
-    """A float64 vector of n independent random signs, on the device of the operator."""
-    signs = torch.randint(0, 2, (operator.shape[0],), generator=generator, dtype=torch.int8, device=generator.device)
-    return signs.to(operator.device, torch.float64).mul_(2).sub_(1)
+def random_signs(number: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """A float64 vector of independent random signs."""
+    signs = torch.randint(0, 2, (number,), generator=generator, dtype=torch.int8, device=generator.device)
+    return signs.to(device, torch.float64).mul_(2).sub_(1)
 
 
 def random_normal(operator: SymmetricOperator, generator: torch.Generator) -> Tensor:

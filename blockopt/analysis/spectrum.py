@@ -126,9 +126,8 @@ def check_symmetric(
         >>> check_symmetric(torch.eye(3))
         0.0
     """
-    size(operator)
-    generator = default_generator(generator)
-    u, v = random_signs(operator, generator), random_signs(operator, generator)
+    n, generator = size(operator), default_generator(generator)
+    u, v = random_signs(n, operator.device, generator), random_signs(n, operator.device, generator)
     Au, Av = product(operator, u), product(operator, v)
     norms = float(Au.norm() + Av.norm())
     ratio = abs(float(u @ Av - v @ Au)) / norms if norms > 0 else 0.0
@@ -224,12 +223,11 @@ def spectral_density(
     """
     check_count("num_steps", num_steps)
     check_count("num_probes", num_probes)
-    size(operator)
-    generator = default_generator(generator)
+    n, generator = size(operator), default_generator(generator)
     found = []
     with progress_bar(progress, "spectral density", num_probes) as advance:
         for _ in range(num_probes):
-            start = random_signs(operator, generator)
+            start = random_signs(n, operator.device, generator)
             # What a restart would find has weight 0: the probe does not see it.
             found.append(lanczos(operator, num_steps, start=start, restart=False, generator=generator).quadrature())
             advance(1)

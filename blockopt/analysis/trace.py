@@ -79,7 +79,7 @@ def trace(
         if (n <= num_products and relative_error is None) or method == "hutchinson":
             return _estimate(operator, _quadratic, num_products, relative_error, chunk, generator, advance)
         rank = min(num_products // 3, n)
-        sketch = torch.stack([random_signs(operator, generator) for _ in range(rank)], dim=1)
+        sketch = torch.stack([random_signs(n, operator.device, generator) for _ in range(rank)], dim=1)
         Q, _ = torch.linalg.qr(_in_chunks(operator, sketch, chunk, advance))  # (n, rank)
         known = float((Q * _in_chunks(operator, Q, chunk, advance)).sum())
         if rank == n:
@@ -201,8 +201,9 @@ def _units(operator: SymmetricOperator, chunk: int) -> Iterator[Tensor]:
 
 
 def _signs(operator: SymmetricOperator, number: int, chunk: int, generator: torch.Generator) -> Iterator[Tensor]:
+    n = operator.shape[0]
     for first in range(0, number, chunk):
-        yield torch.stack([random_signs(operator, generator) for _ in range(min(chunk, number - first))], dim=1)
+        yield torch.stack([random_signs(n, operator.device, generator) for _ in range(min(chunk, number - first))], dim=1)
 
 
 def _in_chunks(operator: SymmetricOperator, Z: Tensor, chunk: int, advance: Callable[[int], None]) -> Tensor:
