@@ -16,8 +16,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from blockopt.analysis.output_loss import CrossEntropy, OutputLoss, SquaredError
+from blockopt.analysis.self_attention import SelfAttentionHessian
+
 Measure = Callable[[float, int], Mapping[str, Tensor | float]]
+Activation = Literal["softmax", "linear"]
 ROLES = ("query", "key", "value")
+PARTS: tuple[Literal["outer", "functional", "full"], ...] = ("outer", "functional", "full")
 
 
 class Exponent(NamedTuple):
@@ -181,7 +186,7 @@ def growth(measure: Measure, scales: Sequence[float] | Tensor, *, repeats: int =
     return Growth(ordered, {k: torch.tensor([[e[k] for e in row] for row in found], dtype=torch.float64) for k in labels})
 
 
-def attention_exponents(activation: Literal["softmax", "linear"] = "softmax", *, residual: float = 0.0) -> dict[str, float]:
+def attention_exponents(activation: Activation = "softmax", *, residual: float = 0.0) -> dict[str, float]:
     """The exponents of one attention layer's blocks for small σ, `{"outer query key": 6, …}`, as in equation 5.
 
     Equation 5 leaves out the residual `F - Y`, which multiplies every functional block, and gives two powers for the functional
@@ -248,3 +253,85 @@ def linear_mlp_exponents() -> dict[str, int]:
         {'outer': 2, 'functional': 1}
     """
     return {"outer": 2, "functional": 1}
+
+
+def attention_norms(hessian: SelfAttentionHessian, *, mixed: bool = False) -> dict[str, float]:
+    """Exact Frobenius norms of the blocks of one attention layer, `{"outer query query": …}`, named as in `PREDICTED`.
+
+    Diagonal blocks are never built, so layers of any width will do. Of several heads, each head's own block counts:
+    `sqrt(Σ_h ‖H(h, h)‖²)`.
+
+    Args:
+        hessian: Of the layer, with separate queries and keys.
+        mixed: Whether to add the blocks between two roles, which are built: `d dk` entries squared each.
+
+    Example:
+        >>> X, W = torch.eye(2), torch.eye(2)
+        >>> norms = attention_norms(SelfAttentionHessian(X, W, W, W, Y=torch.zeros(2, 2)))
+        >>> norms["full value value"] == norms["outer value value"], norms["functional value value"]
+        (True, 0.0)
+    """
+    found = {}
+    heads = range(hessian.num_heads)
+    for part in PARTS:
+        for a, b in combinations_with_replacement(ROLES, 2):
+            if a == b:
+                squares = [hessian.factored(a, head, part).squared_frobenius().clamp(min=0) for head in heads]
+            elif mixed:
+                squares = [hessian.block(a, b, part, (head, head)).square().sum() for head in heads]
+            else:
+                continue
+            found[f"{part} {a} {b}"] = float(torch.stack(squares).sum().sqrt())
+    return found
+
+
+def attention_measure(
+    *,
+    tokens: int = 17,
+    width: int = 16,
+    key_width: int | None = None,
+    sequences: int = 1,
+    activation: Activation = "softmax",
+    causal: bool = False,
+    classes: int | None = None,
+    target_scale: float = 1.0,
+    mixed: bool = False,
+) -> Measure:
+    """What `growth` needs for one attention layer with random weights: exact norms, without sampling noise in them.
+
+    Tokens are `σ N(0, 1)`; weights `N(0, 0.64 / width)` as in the paper's appendix F. A seed draws the same numbers at all σ.
+
+    Args:
+        tokens: Length of a sequence.
+        width: Of the tokens and of the output.
+        key_width: Of queries and keys, the width by default.
+        sequences: Number of them.
+        activation: "softmax" or "linear".
+        causal: Whether a position sees only itself and those before it.
+        classes: For cross-entropy on random classes, of a random head; the squared error otherwise.
+        target_scale: Standard deviation of the targets of the squared error. With 0 the residual shrinks with σ, and functional
+            blocks have exponents larger by one (linear attention: by three); see `attention_exponents`.
+        mixed: See `attention_norms`.
+
+    Example:
+        >>> found = growth(attention_measure(tokens=5, width=4), [0.01, 0.02, 0.04])
+        >>> {label: round(exponent.value) for label, exponent in found.exponents().items() if "query" in label}
+        {'outer query query': 6, 'functional query query': 5, 'full query query': 5}
+    """
+    key_width = width if key_width is None else key_width
+
+    def measure(sigma: float, seed: int) -> dict[str, float]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 0.8 / math.sqrt(width)) -> Tensor:
+            return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        X = normal(sequences, tokens, width, scale=sigma)
+        W_Q, W_K, W_V = normal(width, key_width), normal(width, key_width), normal(width, width)
+        loss: OutputLoss = SquaredError(normal(sequences, tokens, width, scale=target_scale))
+        if classes is not None:
+            loss = CrossEntropy(normal(width, classes), torch.randint(classes, (sequences, tokens), generator=generator))
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
+        return attention_norms(SelfAttentionHessian(X, W_Q, W_K, W_V, loss=loss, mask=mask, activation=activation), mixed=mixed)
+
+    return measure
