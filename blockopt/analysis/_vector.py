@@ -63,7 +63,8 @@ class ParameterVector:
             ValueError: If there is no such parameter or block.
         """
         name, index = self._find(name, index)
-        return self._part(name, index, self._sizes(name)[index] if index is not None else self._parameters()[name].numel())
+        size = self._parameters()[name].numel() if index is None else self._sizes(name)[index]
+        return self._part((name,), index, size)
 
     def blocks(self) -> dict[str, Self]:
         """All diagonal blocks by label, such as `h.0.attn.c_attn.weight query head 1`.
@@ -71,16 +72,27 @@ class ParameterVector:
         Rows of embeddings and MLPs are blocks of their own, many, unless `blocks=find_blocks(model, per_row=())` was given.
         """
         sizes = {name: self._sizes(name) for name in self.names}
-        return {label: self._part(name, i, sizes[name][i]) for label, (name, i) in self._all_labels().items()}
+        return {label: self._part((name,), i, sizes[name][i]) for label, (name, i) in self._all_labels().items()}
 
-    def _part(self, name: str, index: int | None, size: int) -> Self:
+    def _part(self, names: tuple[str, ...], index: int | None, size: int) -> Self:
         part = copy.copy(self)
-        part.names, part._index, part.shape = (name,), index, (size, size)
+        part.names, part._index, part.shape = names, index, (size, size)
         return part
 
     def _sizes(self, name: str) -> list[int]:
         """The number of entries of each block."""
         return block_numel(tuple(self._parameters()[name].shape), self._found_blocks()[name].split).tolist()
+
+    def restrict(self, names: Iterable[str]) -> Self:
+        """The same on some of the parameters; the others are constants.
+
+        Raises:
+            ValueError: If a name is wrong.
+        """
+        parameters = self._parameters()
+        chosen = _checked_names(names, parameters)
+        size = sum(parameters[name].numel() for name in chosen)
+        return self._part(chosen, self._index, size if self._index is None else self.shape[0])
 
     def entries(self, name: str, index: int | None = None) -> Tensor:
         """Where a parameter, or one of its blocks, lies in the vector. Arguments as for `block`."""

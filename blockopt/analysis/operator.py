@@ -107,8 +107,8 @@ class ModelOperator(ParameterVector, ABC):
             )
         return product.T.reshape(v.shape).contiguous()
 
-    def _part(self, name: str, index: int | None, size: int) -> Self:
-        part = super()._part(name, index, size)
+    def _part(self, names: tuple[str, ...], index: int | None, size: int) -> Self:
+        part = super()._part(names, index, size)
         part._kept = None
         return part
 
@@ -349,7 +349,7 @@ def _closures(losses: Losses) -> list[Loss]:
     wrong = next((closure for closure in closures if not callable(closure)), None)
     if wrong is not None:
         raise TypeError(
-            f"Invalid losses: one is of type {type(wrong).__name__}. Must be closures such as `lambda: model(**batch).loss`; for "
-            "several batches, `[functools.partial(loss_of, batch) for batch in batches]`."
+            f"Invalid losses: one is of type {type(wrong).__name__}. Must be closures such as `lambda: model(**batch).loss`, "
+            "or, for several batches, `[functools.partial(loss_of, batch) for batch in batches]`."
         )
     return closures
