@@ -127,9 +127,11 @@ class FeedForwardMap:
                 raise ValueError(
                     f"Invalid {name} of shape {tuple(value.shape)}. Must be {wanted[name]} to fit Y, W_in and W_out."
                 )
+        Y, W_in, W_out = Y.detach(), W_in.detach(), W_out.detach()
+        W_gate, b_in, b_out = (None if value is None else value.detach() for value in (W_gate, b_in, b_out))
         present = (True, b_in is not None, W_gate is not None, True, b_out is not None)
         self.roles = tuple(role for role, there in zip(MLP_ROLES, present) if there)
-        self.W_out, self.gated = W_out, W_gate is not None
+        self.W_out = W_out
         self.y = Y.flatten(0, -2) if Y.ndim > 1 else Y.unsqueeze(0)  # (N, d)
         u = self.y @ W_in if b_in is None else self.y @ W_in + b_in
         # The units and their derivatives (N, m), by "in" and "gate"
@@ -305,9 +307,9 @@ class LinearNetworkHessian:
     def __init__(self, X: Tensor, weights: Sequence[Tensor], loss: OutputLoss) -> None:
         if not weights:
             raise ValueError("Invalid weights=[]. Must be at least one matrix.")
-        self.weights = list(weights)
-        self._before = [X]
-        for number, W in enumerate(weights):
+        self.weights = [W.detach() for W in weights]
+        self._before = [X.detach()]
+        for number, W in enumerate(self.weights):
             if W.ndim != 2 or W.shape[0] != self._before[-1].shape[-1]:
                 needed = f"({self._before[-1].shape[-1]}, any)"
                 raise ValueError(

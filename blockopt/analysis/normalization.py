@@ -81,8 +81,9 @@ class Normalization:
             raise ValueError(f"Invalid epsilon={epsilon}. Must be >= 0.")
         self.kind, self.epsilon = kind, epsilon
         self.dim = x.shape[-1]
-        self.gain = x.new_ones(self.dim) if gain is None else gain
-        self.bias = x.new_zeros(self.dim) if bias is None else bias
+        x = x.detach()
+        self.gain = x.new_ones(self.dim) if gain is None else gain.detach()
+        self.bias = x.new_zeros(self.dim) if bias is None else bias.detach()
         self._has_gain = gain is not None
         centred = self.project(x)
         self.sigma = (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
