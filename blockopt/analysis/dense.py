@@ -63,7 +63,9 @@ def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | Non
         mean = (upper + lower) / 2
         matrix[start : start + chunk, start:] = mean
         matrix[start:, start : start + chunk] = mean.T
-    if asymmetry > torch.finfo(operator.dtype).eps ** 0.5 * largest:
+    precision = torch.finfo(operator.dtype).eps
+    # Blocks that vanish, as that of a key's bias does, are made of rounding: hence the second term.
+    if asymmetry > precision**0.5 * largest + precision:
         warnings.warn(
             f"The matrix is not symmetric: entries differ from their mirror images by up to {asymmetry:.3g}, the largest is "
             f"{largest:.3g}. Their mean is returned. Is the operator deterministic and symmetric, and the dtype wide enough?",
