@@ -45,6 +45,13 @@ def test_repeats_are_averaged_before_the_logarithm():
     assert slope != pytest.approx(np.polyfit(np.log(scales), np.log(norms.numpy()).mean(0), 1)[0], rel=1e-3)
 
 
+def test_the_error_over_repeats_is_a_jackknife():
+    scales, norms = np.array([0.1, 0.5, 1.0]), randn(4, 3).exp().numpy()
+    slopes = [np.polyfit(np.log(scales), np.log(np.delete(norms, r, 0).mean(0)), 1)[0] for r in range(4)]
+    expected = math.sqrt(3 / 4 * np.square(np.array(slopes) - np.mean(slopes)).sum())
+    assert fit_exponent(torch.from_numpy(scales), torch.from_numpy(norms)).standard_error == pytest.approx(expected, rel=1e-10)
+
+
 def test_the_error_over_repeats_is_that_of_other_draws():
     """Repeats that scale all norms of a series alike move no slope; others move it by the standard error."""
     scales = torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=torch.float64)
@@ -212,6 +219,11 @@ def test_the_power_laws_of_softmax_end_where_attention_saturates():
     found = growth(attention_measure(width=8), [0.01, 0.02, 20.0, 40.0])
     for label in ("outer query query", "full query query"):
         assert found.local_slopes()[label][-1] < PREDICTED[label] - 1
+
+
+def test_causal_attention_averages_over_less():
+    every, causal = (attention_measure(width=8, causal=causal)(0.01, 0)["outer value value"] for causal in (False, True))
+    assert causal > 2 * every
 
 
 def test_repeats_of_attention():

@@ -176,6 +176,13 @@ def test_a_bias_on_the_input_shrinks_the_bulk_where_all_tokens_attend_to_it(seed
     assert (outlier.diff() > 0).all()
 
 
+def test_where_a_sink_is():
+    x, *rest = draw()
+    moved = x + torch.tensor([2.0, 0, 0, 0, 0])
+    close(ScalarAttention(x, *rest).with_sink(2.0, "input").dense(), autograd(moved, *rest)[0])
+    close(ScalarAttention(x, *rest).with_sink(2.0, "score").dense(), autograd(x, *rest, bias=2.0)[0])
+
+
 def test_a_sink_leaves_the_model_as_it_is():
     model = ScalarAttention(*draw())
     before = model.eigenvalues()

@@ -219,6 +219,12 @@ def test_the_bound_holds_for_quadratic_losses(seed):
     assert not (differences <= sample_bound(sizes, 0.1 * constants.max().item())).all()  # a bound that is too small is seen
 
 
+def test_the_bound_by_hand():
+    sizes = torch.tensor([1, 4])
+    assert sample_bound(sizes, 2.0, 3.0, 0.5).tolist() == pytest.approx([2.75 / 2, 2.75 / 5])
+    assert sample_bound(sizes, 2.0, 3.0, 0.5, sharp=False).tolist() == pytest.approx([4.75 / 2, 4.75 / 5])
+
+
 def test_the_bound_is_attained():
     """One loss of L̄ after any number of zeros, at w* itself: there is no smaller bound, so no better rate than 1/k."""
     for k in (1, 10, 1000):
