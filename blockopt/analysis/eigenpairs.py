@@ -21,7 +21,7 @@ from blockopt.analysis.spectrum import SymmetricOperator
 from blockopt.curvature._passes import default_generator
 
 Which = Literal["largest magnitude", "largest", "smallest"]
-SMALL = 200  # dimension up to which a full basis costs nothing
+SMALL = 100  # dimension up to which all eigenvalues are found rather than repeated ones searched
 
 
 class Eigenpairs(NamedTuple):
@@ -47,7 +47,7 @@ def top_eigenpairs(
 
     A pair is done once `‖A u − λ u‖ <= tolerance · max |λ|`; an eigenvalue is then off by no more than that. The residual is
     that of the recurrence: true up to the precision of the products. The basis holds at most max(2 k + 10, 20) float64 vectors,
-    or n if n <= 200: all eigenvalues then take n products.
+    or n if n <= 100: k > 1 pairs then take n products and are exact but for rounding.
 
     One Krylov space holds each eigenvalue once. So when k > 1 pairs are done, a random vector orthogonal to them is followed
     for at least 10 products, until what it finds is told apart from the k-th. That finds repeated eigenvalues, one a round.
@@ -124,9 +124,10 @@ class _Search:
         if complete:
             self.known_residuals = torch.zeros(self.k, dtype=torch.float64)
             return True
-        if self.filled >= self.k and bool((self.residuals[: self.k] <= self.limit).all()):
-            if self.k == 1:
-                return True
+        settled = self.filled >= self.k and bool((self.residuals[: self.k] <= self.limit).all())
+        if settled and self.k == 1:
+            return True
+        if settled and self.room < self.rows.shape[1]:
             if self.known is None or float((keys[: self.k] - self.known).abs().max()) > self.limit:
                 self.known, self.known_residuals, self.round_steps = keys[: self.k], self.residuals[: self.k], 0
                 self._keep(self.k, None)

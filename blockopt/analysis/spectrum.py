@@ -14,6 +14,7 @@ from blockopt.analysis._products import (
     orthogonal_start,
     product,
     progress_bar,
+    random_normal,
     random_signs,
     remainder_norm,
     size,
@@ -110,9 +111,9 @@ def symmetric_log(values: Tensor, threshold: float) -> Tensor:
 def check_symmetric(
     operator: SymmetricOperator, *, tolerance: float | None = None, generator: torch.Generator | None = None
 ) -> float:
-    """Raise `ValueError` unless `u · A v = v · A u` for two random vectors of signs, which costs two products.
+    """Raise `ValueError` unless `u · A v = v · A u` for two random normal vectors, which costs two products.
 
-    A wrong operator fails almost surely: the difference has variance `‖A − Aᵀ‖_F²`.
+    An operator that is not symmetric is found out almost surely: the difference has variance `‖A − Aᵀ‖_F²`.
 
     Args:
         operator: Any operator.
@@ -126,8 +127,10 @@ def check_symmetric(
         >>> check_symmetric(torch.eye(3))
         0.0
     """
-    n, generator = size(operator), default_generator(generator)
-    u, v = random_signs(n, operator.device, generator), random_signs(n, operator.device, generator)
+    size(operator)
+    generator = default_generator(generator)
+    # Rounded as the product rounds them: else float32 would look less symmetric than it is.
+    u, v = (random_normal(operator, generator).to(operator.dtype).double() for _ in range(2))
     Au, Av = product(operator, u), product(operator, v)
     norms = float(Au.norm() + Av.norm())
     ratio = abs(float(u @ Av - v @ Au)) / norms if norms > 0 else 0.0
