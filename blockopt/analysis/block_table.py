@@ -58,9 +58,9 @@ def measure_blocks(
     Example:
         >>> found = measure_blocks({"a": torch.diag(torch.tensor([3.0, -1.0])), "b": torch.eye(400)})
         >>> print(block_table(found))
-        block  dimension       trace  ±   Frobenius  ±         top  negative  of mass
-        a              2  2.0000e+00  0  3.1623e+00  0  3.0000e+00     50.0%    25.0%
-        b            400  4.0000e+02  0  2.0000e+01  0  1.0000e+00      0.0%     0.0%
+        block  dimension      trace  ±  Frobenius  ±        top  negative  of mass
+        a              2  2.000e+00  0  3.162e+00  0  3.000e+00     50.0%    25.0%
+        b            400  4.000e+02  0  2.000e+01  0  1.000e+00      0.0%     0.0%
     """
     check_count("num_products", num_products)
     generator = default_generator(generator)
@@ -92,9 +92,9 @@ def block_table(measured: Mapping[str, BlockCurvature]) -> str:
     """What `measure_blocks` returned as a table of at most 128 columns; long labels lose their beginning."""
     rows = [("block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative", "of mass")]
     for label, block in measured.items():
-        numbers = (f"{block.trace.value:.4e}", _error(block.trace), f"{block.frobenius.value:.4e}", _error(block.frobenius))
+        numbers = (f"{block.trace.value:.3e}", _error(block.trace), f"{block.frobenius.value:.3e}", _error(block.frobenius))
         shares = (f"{block.negative.of_count:.1%}", f"{block.negative.of_mass:.1%}")
-        rows.append((label, f"{block.dimension:,}", *numbers, f"{block.top:.4e}", *shares))
+        rows.append((label, f"{block.dimension:,}", *numbers, f"{block.top:.3e}", *shares))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     widths[0] = min(widths[0], WIDTH - sum(width + 2 for width in widths[1:]))
     lines = []

@@ -15,6 +15,7 @@ from blockopt.analysis.spectrum import SpectralDensity
 Spectrum = Tensor | SpectralDensity  # all eigenvalues, or a distribution of them
 Axis = Literal["linear", "symmetric log"]
 MARGIN = 5.0  # widths that the common axis goes beyond the outermost eigenvalues; leaves out 3e-7 of the mass
+SMALLEST_MASS = 1e-30  # of a bin; the half of a denormal number may be 0, and then the ratio of both infinite
 
 
 class Spread(NamedTuple):
@@ -156,6 +157,8 @@ def jensen_shannon(
 def negative_share(spectrum: Spectrum, *, tolerance: float = 1e-9) -> NegativeShare:
     """How much of the curvature is negative: the share of eigenvalues, and of `Σ |λ|`.
 
+    From a SpectralDensity, the share of eigenvalues is no finer than the weight of a node near 0: take many steps.
+
     Args:
         spectrum: All eigenvalues, or a SpectralDensity.
         tolerance: Eigenvalues above `-tolerance · max |λ|` count as 0: rounding makes half of the zeros of a singular matrix
@@ -192,12 +195,14 @@ def _mass_in_bins(density: SpectralDensity, edges: Tensor, deviation: float) -> 
     for nodes, weights in zip(density.nodes.split(4096), density.weights.split(4096)):  # bounds the memory
         below += torch.special.ndtr((edges[:, None] - nodes) / deviation) @ weights
     mass: Tensor = below.diff().clamp(min=0)
+    mass = torch.where(mass < SMALLEST_MASS, 0.0, mass)
     return mass / mass.sum()
 
 
 def _distances(p: Tensor, Q: Tensor) -> Tensor:
     """Jensen-Shannon distance of `p` (bins,) to each row of `Q`."""
     M = (p + Q) / 2
-    terms = torch.special.xlogy(p, p / M).nan_to_num() + torch.special.xlogy(Q, Q / M).nan_to_num()  # 0/0 where p = Q = 0
+    M = M.clamp(min=SMALLEST_MASS / 4)  # where both are 0
+    terms = torch.special.xlogy(p, p / M) + torch.special.xlogy(Q, Q / M)
     divergence: Tensor = terms.sum(1) / (2 * math.log(2))
     return divergence.clamp(0, 1).sqrt()
