@@ -33,16 +33,22 @@ def normalize(x, kind, gain, bias, epsilon):
     return y if bias is None else y + bias
 
 
+def bias(w, role, head):
+    given = w.get(f"{role}_bias", torch.zeros(()))
+    return given if given.ndim < 2 else given[head]
+
+
 def attend(x, w, mask):
     """Written head by head, with the usual softmax."""
     total = 0
     heads = {role: w[role] if w[role].ndim == 3 else w[role][None] for role in ("query", "key", "value", "output") if role in w}
     for h in range(len(heads["query"])):
-        scores = (x @ heads["query"][h]) @ (x @ heads["key"][h]).transpose(-1, -2) / heads["key"].shape[-1] ** 0.5
+        q, k, v = (x @ heads[role][h] + bias(w, role, h) for role in ("query", "key", "value"))
+        scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
         scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        value = scores.softmax(-1) @ (x @ heads["value"][h])
+        value = scores.softmax(-1) @ v
         total = total + (value @ heads["output"][h] if "output" in heads else value)
-    return total
+    return total + w.get("output_bias", 0)
 
 
 def forward(X, w, arrangement, norm, final_norm=True, activation="gelu", epsilon=1e-5, mask=None):
@@ -64,6 +70,7 @@ def make_weights(heads=1, gated=False, extras=(), dk=2):
         shape = {"query": (heads, D, dk), "key": (heads, D, dk), "value": (heads, D, dk), "output": (heads, dk, D)}
     shape |= {"mlp_in": (D, M), "mlp_out": (M, D)} | ({"mlp_gate": (D, M)} if gated else {})
     sizes = {"mlp_in_bias": (M,)}
+    sizes |= {f"{role}_bias": (heads, dk) if heads > 1 else shape[role][-1:] for role in ("query", "key", "value")}
     shape |= {role: sizes.get(role, (D,)) for role in extras}
     return {role: draw(*size, seed=number) for number, (role, size) in enumerate(shape.items(), start=1)}
 
@@ -76,12 +83,14 @@ def make_loss(kind, batch):
 
 CAUSAL = torch.ones(L, L).tril().bool()
 BIASES = ("mlp_in_bias", "mlp_out_bias")
+PROJECTION_BIASES = ("query_bias", "key_bias", "value_bias", "output_bias")
+FIRST = ("first_gain", "first_bias")
 GAINS = ("middle_gain", "middle_bias", "final_gain", "final_bias")
 CASES = {
     "paper": ({}, {"arrangement": "post", "activation": "relu", "epsilon": 0.0}, "mse", ()),
     "paper, ce": ({}, {"arrangement": "post", "activation": "relu", "epsilon": 0.0, "mask": CAUSAL}, "ce", ()),
     "gpt2": (
-        {"heads": 2, "extras": (*BIASES, "first_gain", "first_bias", *GAINS)},
+        {"heads": 2, "extras": (*PROJECTION_BIASES, *BIASES, *FIRST, *GAINS)},
         {"arrangement": "pre", "activation": "gelu_tanh", "mask": CAUSAL},
         "ce",
         (2,),
@@ -100,6 +109,8 @@ CASES = {
         "mse",
         (),
     ),
+    "pre, one head": ({"extras": (*PROJECTION_BIASES, *FIRST)}, {"arrangement": "pre", "mask": CAUSAL}, "mse", ()),
+    "bert": ({"heads": 2, "extras": (*PROJECTION_BIASES, *BIASES, *GAINS)}, {"arrangement": "post"}, "ce", (2,)),
     "pre, relu": ({}, {"arrangement": "pre", "activation": "relu", "epsilon": 0.1}, "mse", ()),
     "no norm": ({"extras": BIASES}, {"arrangement": "pre", "norm": None}, "mse", ()),
     "no norm, post": ({"gated": True}, {"arrangement": "post", "norm": None}, "ce", ()),
@@ -111,12 +122,11 @@ def test_all_pairs_equal_autograd(case):
     shape, options, kind, batch = CASES[case]
     X, w, loss = draw(*batch, L, D), make_weights(**shape), make_loss(kind, batch)
     ours = TransformerBlockHessian(X, w, loss, **options)
-    fixed = {role: w[role] for role in w if role.startswith("first")}
     params = {role: w[role] for role in ours.roles}
-    assert set(ours.roles) | set(fixed) == set(w)
+    assert params.keys() == w.keys()
 
     def run(params):
-        return forward(X, params | fixed, **{"norm": "layer"} | options)
+        return forward(X, params, **{"norm": "layer"} | options)
 
     close(ours.output.reshape(X.shape), run(params))
     close(ours.value(), loss.value(run(params)))
@@ -160,29 +170,48 @@ def test_outer_part_equals_curvlinops():
     close(torch.cat(blocks), dense.detach())
 
 
-def test_agrees_with_a_gpt2_block():
-    """X W of Hugging Face's `Conv1D` is the orientation used here; queries, keys and values are cut into heads."""
+def test_whole_hessian_of_a_gpt2_block():
+    """All parameters of a Hugging Face block, whose `Conv1D` has the orientation used here."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-    config = transformers.GPT2Config(n_embd=4, n_head=2, n_inner=6, attn_implementation="eager", resid_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(n_embd=D, n_head=2, n_inner=M, attn_implementation="eager", resid_pdrop=0, attn_pdrop=0)
     block = GPT2Block(config, layer_idx=0).double()
     with torch.no_grad():
         for number, p in enumerate(block.parameters()):
-            p.copy_(draw(*p.shape, seed=number) if p.ndim == 2 else p)
-    X, target = draw(1, L, 4), draw(1, L, 4, seed=50)
-    packed, output = block.attn.c_attn.weight, block.attn.c_proj.weight
-    q, k, v = (part.reshape(4, 2, 2).transpose(0, 1) for part in packed.split(4, 1))
-    weights = {"query": q, "key": k, "value": v, "output": output.reshape(2, 2, 4)}
-    weights |= {"mlp_in": block.mlp.c_fc.weight, "mlp_out": block.mlp.c_proj.weight}
-    ours = TransformerBlockHessian(X, weights, SquaredError(target), activation="gelu_tanh", final_norm=False, mask=CAUSAL)
+            p.copy_(draw(*p.shape, seed=number))
+    X, target = draw(1, L, D), draw(1, L, D, seed=50)
     mask = torch.zeros(1, 1, L, L).double().masked_fill(~CAUSAL, -torch.inf)
+    params = dict(block.named_parameters())
+
+    def heads(packed):
+        """(..., 3 · 2 · 2), queries, keys and values: to three of (2, ..., 2)."""
+        return [part.unflatten(-1, (2, 2)).movedim(-2, 0) for part in packed.split(D, -1)]
+
+    weights = dict(zip(("query", "key", "value"), heads(params["attn.c_attn.weight"])))
+    weights |= dict(zip(("query_bias", "key_bias", "value_bias"), heads(params["attn.c_attn.bias"])))
+    names = {"attn.c_proj.bias": "output_bias", "mlp.c_fc.weight": "mlp_in", "mlp.c_fc.bias": "mlp_in_bias"}
+    names |= {"mlp.c_proj.weight": "mlp_out", "mlp.c_proj.bias": "mlp_out_bias", "ln_1.weight": "first_gain"}
+    names |= {"ln_1.bias": "first_bias", "ln_2.weight": "middle_gain", "ln_2.bias": "middle_bias"}
+    weights |= {"output": params["attn.c_proj.weight"].reshape(2, 2, D)}
+    weights |= {role: params[name] for name, role in names.items()}
+    ours = TransformerBlockHessian(X, weights, SquaredError(target), activation="gelu_tanh", final_norm=False, mask=CAUSAL)
+    assert sum(ours.sizes.values()) == sum(p.numel() for p in params.values())
+
+    def by_role(gradients):
+        """Gradients of the packed parameters as one vector in the order of our roles."""
+        given = dict(zip(params, gradients))
+        found = dict(zip(("query", "key", "value"), heads(given["attn.c_attn.weight"])))
+        found |= dict(zip(("query_bias", "key_bias", "value_bias"), heads(given["attn.c_attn.bias"])))
+        found |= {role: given[name] for name, role in names.items()} | {"output": given["attn.c_proj.weight"]}
+        return torch.cat([found[role].flatten() for role in ours.roles])
+
     result = block(X, attention_mask=mask)
     loss = F.mse_loss(result if isinstance(result, Tensor) else result[0], target)
-    gradient = torch.autograd.grad(loss, output, create_graph=True)[0].flatten()
-    rows = [torch.autograd.grad(entry, packed, retain_graph=True)[0] for entry in gradient]
-    theirs = torch.stack([row[:, :4].reshape(4, 2, 2).transpose(0, 1).flatten() for row in rows])
-    close(ours.block("output", "query"), theirs)
+    close(ours.value(), loss.detach())
+    gradient = by_role(torch.autograd.grad(loss, params.values(), create_graph=True))
+    rows = [by_role(torch.autograd.grad(entry, params.values(), retain_graph=True)) for entry in gradient]
+    close(ours.dense(), torch.stack(rows))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +222,9 @@ def test_agrees_with_a_gpt2_block():
         ({"mlp_up": draw(2, 2)}, {}, "mlp_up not used"),
         ({"first_gain": draw(D)}, {"arrangement": "post"}, "first_gain not used"),
         ({"final_gain": draw(D)}, {"final_norm": False}, "final_gain not used"),
+        ({"query": draw(2, D)}, {}, "Invalid query of shape"),
+        ({"key_bias": draw(3)}, {}, "Invalid key_bias of shape"),
+        ({"first_gain": draw(3)}, {}, "Invalid first_gain of shape"),
         ({"value": draw(D, 2)}, {}, "check the weights value and output"),
         ({"mlp_out": draw(M, 2)}, {}, "check the weights mlp_out"),
     ],

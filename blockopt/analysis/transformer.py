@@ -36,14 +36,13 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis.attention_map import AttentionMap
+from blockopt.analysis._biased_attention import ATTENTION_ROLES, FIRST_ROLES, BiasedAttention
 from blockopt.analysis.feed_forward import MLP_ROLES, Activation, FeedForwardMap, Part, check_part
 from blockopt.analysis.normalization import Normalization, NormKind
 from blockopt.analysis.output_loss import OutputLoss
 
 Arrangement = Literal["pre", "post"]
-ATTENTION_ROLES = ("query", "key", "value", "output")
-NORM_ROLES = ("middle_gain", "middle_bias", "final_gain", "final_bias")
+NORM_ROLES = (*FIRST_ROLES, "middle_gain", "middle_bias", "final_gain", "final_bias")
 REQUIRED = ("query", "key", "value", "mlp_in", "mlp_out")
 
 
@@ -103,11 +102,12 @@ class TransformerBlockHessian:
 
     Args:
         X: Tokens that enter the block, (L, d) or (B, L, d).
-        weights: By role, each as used on the right of its input, and used as a vector in row-major order:
-            "query", "key", "value": (d, dk) or (H, d, dk), and "output": (dk, d) or (H, dk, d), which may be left out if values
-            are (d, d); "mlp_in" (d, m), "mlp_out" (m, d), and if there are any "mlp_gate" (d, m), "mlp_in_bias" (m,),
-            "mlp_out_bias" (d,), "middle_gain", "middle_bias", "final_gain", "final_bias" (d,). "first_gain" and "first_bias" of
-            the norm before attention (pre-norm) are used, but no derivatives by them are given.
+        weights: By role, each as used on the right of its input, and as a vector in row-major order.
+            Attention: "query", "key", "value" (d, dk) or (H, d, dk); if there are any "output" (dk, d) or (H, dk, d), without
+            which the heads' values are added, "query_bias", "key_bias", "value_bias" (dk,) or (H, dk), "output_bias" (d,).
+            MLP: "mlp_in" (d, m), "mlp_out" (m, d); if there are any "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias" (d,).
+            Norms: if there are any "first_gain", "first_bias" (before attention, in pre-norm), "middle_gain", "middle_bias",
+            "final_gain", "final_bias", each (d,).
         loss: `SquaredError(target)` or `CrossEntropy(W, targets)` on Z.
         arrangement: "pre" or "post"; see above.
         norm: "layer", "rms" or None for no norms at all.
@@ -156,10 +156,8 @@ class TransformerBlockHessian:
         _check_weights(weights, arrangement, norm, final_norm)
         weights = {role: weight.detach() for role, weight in weights.items()}
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
-        first = _NormSite(X, norm, "first", weights, epsilon).output if norm and arrangement == "pre" else X
-        self.attention = AttentionMap(
-            *(first, weights["query"], weights["key"], weights["value"]), W_U=weights.get("output"), mask=mask, scale=scale
-        )
+        first = Normalization(X, kind=norm, epsilon=epsilon).output if norm and arrangement == "pre" else X
+        self.attention = BiasedAttention(first, weights, mask, scale)  # the gain and bias of the norm are among its weights
         _check_width("Attention", self.attention.output, X, "value and output")
         residual = X + self.attention.output  # R
         self._middle = _NormSite(residual, norm, "middle", weights, epsilon) if norm else None
@@ -300,8 +298,8 @@ def _check_weights(weights: Mapping[str, Tensor], arrangement: str, norm: str | 
     missing = [role for role in REQUIRED if role not in weights]
     if missing:
         raise ValueError(f"Invalid weights: {', '.join(missing)} missing. Must have {', '.join(REQUIRED)}.")
-    first = ("first_gain", "first_bias") if arrangement == "pre" else ()
-    norms = (*first, *NORM_ROLES[: 4 if final_norm else 2]) if norm else ()
+    absent = {"first": arrangement == "post", "middle": False, "final": not final_norm}
+    norms = tuple(role for role in NORM_ROLES if norm and not absent[role.split("_")[0]])
     allowed = (*ATTENTION_ROLES, *MLP_ROLES, *norms)
     unknown = [role for role in weights if role not in allowed]
     if unknown:
