@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-ROLES = ("query", "key", "value", "output")
+ROLES = ("query", "query_key", "key", "value", "output")
+SCORE_ROLES = ("query", "query_key", "key")
 Activation = Literal["softmax", "linear"]
 Parametrization = Literal["query_key", "single"]
 
@@ -75,6 +76,10 @@ class AttentionHead:
         scores = scores if bias is None else scores + bias
         self.weights = scores.masked_fill(~visible, -math.inf).softmax(-1) if softmax else scores * visible
         self.first_moment = self.weights @ X
+        # Derivatives of softmax do not see a common shift. Without it, tokens that differ little from their mean keep digits.
+        features = {"x": X, "key": self.key, "value": self.value}
+        self.features = {name: f - f.mean(1, keepdim=True) if softmax else f for name, f in features.items()}
+        self.means = {name: self.weights @ f for name, f in self.features.items()}
 
     @property
     def output(self) -> Tensor:
@@ -82,78 +87,84 @@ class AttentionHead:
         mixed = self.weights @ self.value
         return mixed if self.W_U is None else mixed @ self.W_U
 
-    def covariance(self, a: Tensor, b: Tensor) -> Tensor:
+    def covariance(self, a: str, b: str) -> Tensor:
         """`Cov_i(a, b)` under the attention of each position i, (B, L, p, r), or for linear attention `Σ_j a_j b_jᵀ`.
 
-        It is `Σ_j a_j (∂A_ij / ∂T_il) b_l` over j and l, for scores T.
+        It is `Σ_jl a_j (∂A_ij / ∂T_il) b_lᵀ`, for scores T.
+
+        Args:
+            a: "x", "key" or "value".
+            b: Another, or the same.
         """
         if not self.softmax:
-            return _sum_of_products(self.visible.to(a), a, b)
-        # Covariances do not see a common shift. Taking it away first keeps digits when tokens differ little from their mean.
-        a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-        mean_a, mean_b = self.weights @ a, self.weights @ b
-        return _sum_of_products(self.weights, a, b) - mean_a.unsqueeze(-1) * mean_b.unsqueeze(-2)
+            return _sum_of_products(self.visible.to(self.x), self.features[a], self.features[b])
+        products = _sum_of_products(self.weights, self.features[a], self.features[b])
+        return products - self.means[a].unsqueeze(-1) * self.means[b].unsqueeze(-2)
 
     def score_gradient(self, g: Tensor) -> Tensor:
-        """The derivative of `Σ_i g_i · F_i` by each score, (B, L, L), for g before the output matrix, (B, L, dv)."""
-        direct = g @ self.value.mT
+        """`w_ij`, the derivative of `Σ_i g_i · F_i` by each score, (B, L, L), for g before the output matrix, (B, L, dv)."""
+        direct = g @ self.features["value"].mT
         if not self.softmax:
             return direct * self.visible
-        return self.weights * (direct - (self.weights * direct).sum(-1, keepdim=True))
+        return self.weights * (direct - (g * self.means["value"]).sum(-1, keepdim=True))
 
-    def third_moment(self, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def third_moment(self, w: Tensor, a: str, b: str) -> Tensor:
         """`Σ_j w_ij (a_j - ā_i)(b_j - b̄_i)ᵀ`, (B, L, p, r), for w of `score_gradient`; 0 for linear attention."""
+        left, right = self.features[a], self.features[b]
         if not self.softmax:
-            return a.new_zeros(*a.shape[:2], a.shape[-1], b.shape[-1])
-        a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-        mean_a, mean_b = self.weights @ a, self.weights @ b  # the w_ij of i sum to 0: no product of both means
-        cross = (w @ a).unsqueeze(-1) * mean_b.unsqueeze(-2) + mean_a.unsqueeze(-1) * (w @ b).unsqueeze(-2)
-        return _sum_of_products(w, a, b) - cross
+            return w.new_zeros(*w.shape[:2], left.shape[-1], right.shape[-1])
+        cross = (w @ left).unsqueeze(-1) * self.means[b].unsqueeze(-2)  # the w_ij of i sum to 0: no product of both means
+        cross = cross + (cross.mT if a == b else self.means[a].unsqueeze(-1) * (w @ right).unsqueeze(-2))
+        return _sum_of_products(w, left, right) - cross
 
     def factor(self, role: str) -> Factor:
         """The Jacobian by one weight."""
         if role in ("query", "query_key"):
-            return Factor(self.x, self.scale * self.covariance(self.value, self.key), True, True)
+            return Factor(self.x, self.scale * self.covariance("value", "key"), True, True)
         if role == "key":
-            return Factor(self.query, self.scale * self.covariance(self.value, self.x), False, True)
+            return Factor(self.query, self.scale * self.covariance("value", "x"), False, True)
         if role == "value":
             return Factor(self.first_moment, None, True, True)
         return Factor(self.first_moment @ self.W_V, None, True, False)
 
-    def functional(self, row: str, column: str, g: Tensor) -> Tensor:
-        """`Σ_i g_i · ∂²F_i / ∂W_row ∂W_column`, (n_row, n_column) row-major, for g of the shape of the output."""
-        row, column = (("query" if role == "query_key" else role) for role in (row, column))
-        if ROLES.index(row) > ROLES.index(column):
-            return self.functional(column, row, g).mT
-        inner = g if self.W_U is None else g @ self.W_U.mT  # before the output matrix
-        x, k, q, v = self.x, self.key, self.query, self.value
-        if (row, column) == ("query", "query"):
-            return _assemble("na,nc,nbe->abce", x, x, self.scale**2 * self.third_moment(self.score_gradient(inner), k, k))
-        if (row, column) == ("key", "key"):
-            return _assemble("nb,ne,nac->abce", q, q, self.scale**2 * self.third_moment(self.score_gradient(inner), x, x))
-        if (row, column) == ("query", "key"):
-            w = self.score_gradient(inner)
-            second = _assemble("na,ne,nbc->abce", x, q, self.scale**2 * self.third_moment(w, k, x))
-            identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-            return second + torch.kron(self.score_mixed(g), identity)
-        if (row, column) == ("query", "value"):
-            return _assemble("na,ne,ncb->abce", x, inner, self.scale * self.covariance(x, k))
-        if (row, column) == ("key", "value"):
-            return _assemble("nb,ne,nac->abce", q, inner, self.scale * self.covariance(x, x))
-        if (row, column) == ("query", "output"):
-            return _assemble("na,ne,ncb->abce", x, g, self.scale * self.covariance(v, k))
-        if (row, column) == ("key", "output"):
-            return _assemble("nb,ne,nca->abce", q, g, self.scale * self.covariance(v, x))
-        if (row, column) == ("value", "output"):
-            middle = torch.einsum("bla,ble->ae", self.first_moment, g)
-            identity = torch.eye(self.W_V.shape[-1], dtype=g.dtype, device=g.device)
-            return torch.einsum("ae,bc->abce", middle, identity).reshape(self.W_V.numel(), -1)
-        size = self.W_V.numel() if row == "value" else self.W_V.shape[-1] * g.shape[-1]
-        return g.new_zeros(size, size)  # F is linear in the value and in the output matrix
+    def functional(self, row: str, column: str, g: Tensor, w: Tensor) -> Tensor:
+        """`Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights: zero unless the two differ or are at the scores.
 
-    def score_mixed(self, g: Tensor) -> Tensor:
+        Args:
+            row: A role.
+            column: Another, or the same.
+            g: A gradient at the output of the layer, (B, L, d_out).
+            w: `score_gradient` at it.
+        """
+        if ROLES.index(row) > ROLES.index(column):
+            return self.functional(column, row, g, w).permute(2, 3, 0, 1)
+        vectors = {"key": self.query, "query": self.x, "query_key": self.x}
+        if column in vectors:
+            left, right = (Factor(vectors[role], None, role != "key", True) for role in (row, column))
+            block = assemble(left, right, self.functional_matrices(row, column, w))
+            return block if row == column else add_on_diagonal(block, self.score_mixed(w))
+        if row in vectors:
+            # The other weight multiplies m_i, or the output of the head, which move with the scores.
+            moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
+            covariance = self.covariance(moved, "x" if row == "key" else "key")
+            return _sum("nb,ne,nca" if row == "key" else "na,ne,ncb", vectors[row], other, self.scale * covariance)
+        rows, columns = (self.W_V.shape if role == "value" else (self.W_V.shape[1], g.shape[-1]) for role in (row, column))
+        block = g.new_zeros(*rows, *columns)
+        if row != column:  # F is linear in the value and in the output matrix, and in their product
+            block.diagonal(dim1=1, dim2=2).add_(torch.einsum("bla,ble->ae", self.first_moment, g).unsqueeze(-1))
+        return block
+
+    def functional_matrices(self, row: str, column: str, w: Tensor) -> Tensor:
+        """Between queries and keys: what the second derivative of softmax adds to `C_iᵀ Λ_i C_i`, (B, L, r, s)."""
+        left, right = ("x" if role == "key" else "key" for role in (row, column))
+        return self.scale**2 * self.third_moment(w, left, right)
+
+    def before_output(self, g: Tensor) -> Tensor:
+        """A gradient at the output of the layer, taken back to what the head puts out before its output matrix."""
+        return g if self.W_U is None else g @ self.W_U.mT
+
+    def score_mixed(self, w: Tensor) -> Tensor:
         """`scale · B`: what `W_Q W_Kᵀ` being a product adds between queries and keys, `B = Σ_ij w_ij x_i x_jᵀ`, (d, d)."""
-        w = self.score_gradient(g if self.W_U is None else g @ self.W_U.mT)
         return self.scale * torch.einsum("bia,bij,bjc->ac", self.x, w, self.x)
 
 
@@ -244,12 +255,9 @@ class AttentionMap:
         """`Σ g · ∂²F / ∂W_row ∂W_column`, (H n_row, H n_column): zero between different heads (Appendix E)."""
         sizes = self.size(row), self.size(column)
         g = g.reshape(self.output.shape)
-        if self.num_heads == 1:
-            return self.heads[0].functional(row, column, g)
-        whole = g.new_zeros(self.num_heads * sizes[0], self.num_heads * sizes[1])
-        for number, head in enumerate(self.heads):
-            rows, columns = (slice(number * size, (number + 1) * size) for size in sizes)
-            whole[rows, columns] = head.functional(row, column, g)
+        gradients = [head.score_gradient(head.before_output(g)) for head in self.heads]
+        blocks = [head.functional(row, column, g, w).reshape(sizes) for head, w in zip(self.heads, gradients)]
+        whole: Tensor = torch.block_diag(*blocks)
         return whole
 
 
@@ -292,18 +300,41 @@ def _read_mask(mask: Tensor | None, X: Tensor, activation: str) -> tuple[Tensor,
     return visible.expand(shape), mask.expand(shape).to(X)
 
 
-def outer_block(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
-    """`Σ_i J_leftᵀ Λ_i J_right`, (n_left, n_right), for Λ (B, L, d_left, d_right) between what the two Jacobians end in."""
+def outer_matrices(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
+    """`core_leftᵀ Λ_i core_right`, (B, L, r, s), for Λ (B, L, d_left, d_right) between what the two Jacobians end in."""
     middle = curvature if left.core is None else left.core.mT @ curvature
-    middle = middle if right.core is None else middle @ right.core  # (B, L, r, s)
+    return middle if right.core is None else middle @ right.core
+
+
+def assemble(left: Factor, right: Factor, matrices: Tensor) -> Tensor:
+    """The sum over positions of the vectors of both times a matrix between their other indices: by the entries of both."""
     rows, columns = "ab" if left.vector_first else "ba", "ce" if right.vector_first else "ec"
-    return _assemble(f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}->abce", left.vector, right.vector, middle)
+    return _sum(f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}", left.vector, right.vector, matrices)
 
 
-def _assemble(pattern: str, left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
-    """An einsum over all positions of two vectors and a matrix into (a b, c e): one matrix product, then a permutation."""
-    blocks = torch.einsum(pattern, left.flatten(0, 1), right.flatten(0, 1), matrices.flatten(0, 1))
-    return blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)
+def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
+    """Add `matrix[a, c]` where b = e to a block (a, b, c, e): `matrix ⊗ I`."""
+    block.diagonal(dim1=1, dim2=3).add_(matrix.unsqueeze(-1))
+    return block
+
+
+def _sum(pattern: str, left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
+    """The einsum `pattern` over all positions n to abce: one matrix product, a view of its result.
+
+    The operand that holds the last index e comes second, so that it stays contiguous: results are large, and copying them is
+    most of the work.
+    """
+    i, j, k = pattern.replace("n", "").split(",")
+    left, right = left.flatten(0, 1), right.flatten(0, 1)
+    if matrices.stride()[:2] == (0, 0):  # one matrix for all positions
+        vectors, matrices = (left.mT @ right).flatten().unsqueeze(0), matrices[0, :1]
+    else:
+        vectors, matrices = (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(1), matrices.flatten(0, 1)
+    sizes = dict(zip(i + j + k, (left.shape[1], right.shape[1], *matrices.shape[1:])))
+    first, second = (vectors, matrices.flatten(1)) if "e" in k else (matrices.flatten(1), vectors)
+    order = i + j + k if "e" in k else k + i + j
+    product = (first.mT @ second).view([sizes[index] for index in order])
+    return product.permute([order.index(index) for index in "abce"])
 
 
 def _sum_of_products(w: Tensor, a: Tensor, b: Tensor) -> Tensor:

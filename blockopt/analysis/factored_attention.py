@@ -71,6 +71,34 @@ class Matrices:
         return flat @ flat.mT
 
 
+class SharedMatrix:
+    """The same matrix for all positions, as squared error has it.
+
+    Args:
+        E: (r, r).
+        count: Number of positions.
+    """
+
+    def __init__(self, E: Tensor, count: int) -> None:
+        self._E, self.count, self.size = E, count, len(E)
+
+    def traces(self) -> Tensor:
+        """(n,)."""
+        return self._E.trace().expand(self.count)
+
+    def diagonals(self) -> Tensor:
+        """(n, r)."""
+        return self._E.diagonal().expand(self.count, self.size)
+
+    def product(self, z: Tensor) -> Tensor:
+        """`E z_i`, (n, r, k)."""
+        return self._E @ z
+
+    def inner_products(self) -> Tensor:
+        """`⟨E, E⟩`, (n, n)."""
+        return self._E.square().sum().expand(self.count, self.count)
+
+
 class KeyMatrices:
     """The matrices of a key block, d by d for each position: held through what they are made of.
 
@@ -80,20 +108,18 @@ class KeyMatrices:
     Args:
         head: The attention head.
         curvature: Λ_i before the output matrix, (B, L, dv, dv).
-        gradient: g_i before the output matrix, (B, L, dv).
+        w: Derivatives of the loss by the scores, (B, L, L).
         part: "outer", "functional" or "full".
     """
 
-    def __init__(self, head: AttentionHead, curvature: Tensor, gradient: Tensor, part: str) -> None:
+    def __init__(self, head: AttentionHead, curvature: Tensor, w: Tensor, part: str) -> None:
         self._scale = head.scale**2
-        self._x = head.x - head.x.mean(1, keepdim=True) if head.softmax else head.x  # covariances do not see the shift
+        self._x = head.features["x"]
         batch, length, self.size = self._x.shape
         self.count = batch * length
-        self._outer = None if part == "functional" else (head.covariance(head.value, head.x), curvature)
-        functional = part != "outer" and head.softmax
-        self._w = head.score_gradient(gradient) if functional else None
-        if self._w is not None:
-            self._m, self._c = head.weights @ self._x, self._w @ self._x
+        self._outer = None if part == "functional" else (head.covariance("value", "x"), curvature)
+        self._w = w if part != "outer" and head.softmax else None
+        self._m, self._c = head.means["x"], w @ self._x
 
     def traces(self) -> Tensor:
         """(n,)."""
@@ -146,9 +172,8 @@ class KeyMatrices:
             square = min(step, self.size - start)
             slab = weighted[:, :, start : start + square].mT @ D[:, :, start:]
             slab[:, :, square:] *= 2**0.5
-            flat = slab.flatten(1)
-            total.addmm_(flat, flat.mT)
-        return total
+            _add_gram(total, slab.flatten(1))
+        return total.tril() + total.tril(-1).mT
 
     def _functional_functional(self) -> Tensor:
         """`⟨T_i, T_j⟩` by the inner products of tokens: O(n² L) and no d by d matrix."""
@@ -177,6 +202,14 @@ class KeyMatrices:
             mean = torch.einsum("bij,lbj->lbi", self._w, by_sequence).flatten(1)
             columns.append(mean - 2 * (D_c * (curvature_l @ D_m)).sum(1))
         return torch.cat(columns).mT
+
+
+def _add_gram(total: Tensor, rows: Tensor) -> None:
+    """Add the inner products of all rows to the lower triangle of `total`."""
+    step = max(1, len(rows) // 8)
+    for start in range(0, len(rows), step):
+        band = rows[start : start + step]
+        total[start : start + step, : start + len(band)].addmm_(band, rows[: start + len(band)].mT)
 
 
 class KroneckerSum:

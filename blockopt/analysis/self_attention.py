@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from blockopt.analysis.attention_map import Activation, AttentionMap, Factor, Parametrization, outer_block
-from blockopt.analysis.factored_attention import KeyMatrices, KroneckerSum, Matrices
+from blockopt.analysis.attention_map import (
+    SCORE_ROLES,
+    Activation,
+    AttentionMap,
+    Factor,
+    Parametrization,
+    add_on_diagonal,
+    assemble,
+    outer_matrices,
+)
+from blockopt.analysis.factored_attention import KeyMatrices, KroneckerSum, Matrices, SharedMatrix
 from blockopt.analysis.output_loss import OutputLoss, SquaredError
 
 __all__ = ["AttentionMap", "Part", "SelfAttentionHessian"]
 
 Part = Literal["outer", "functional", "full", "score_outer", "score_functional"]
+Place = tuple[str, int]  # role and head
 PARTS = ("outer", "functional", "full", "score_outer", "score_functional")
 
 
@@ -81,6 +93,8 @@ class SelfAttentionHessian:
         self.loss: OutputLoss = SquaredError(Y.to(self.attention.X)) if loss is None else loss  # type: ignore[union-attr]
         self.roles, self.num_heads = self.attention.roles, self.attention.num_heads
         self.gradient_of_output = self.loss.gradient(self.attention.output)
+        heads = self.attention.heads
+        self.score_gradients = [head.score_gradient(head.before_output(self.gradient_of_output)) for head in heads]
 
     def value(self) -> Tensor:
         """The loss."""
@@ -95,30 +109,28 @@ class SelfAttentionHessian:
             part: Which summand.
             heads: The head of each; all heads one after the other by default, (H n_row, H n_column).
         """
-        if part not in PARTS:
-            raise ValueError(f"Invalid part={part!r}. Must be one of {', '.join(PARTS)}.")
-        sizes = self.attention.size(row), self.attention.size(column)
-        if heads is not None:
-            return self._block(row, column, part, *heads)
-        if self.num_heads == 1:
-            return self._block(row, column, part, 0, 0)
-        number = range(self.num_heads)
-        rows = [torch.cat([self._block(row, column, part, h, other) for other in number], 1) for h in number]
-        assert rows[0].shape == (sizes[0], self.num_heads * sizes[1])
-        return torch.cat(rows)
+        _check_part(part)
+        for role in (row, column):
+            self.attention.size(role)  # raises if there is none
+        numbers = range(self.num_heads)
+        rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
+        columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
+        factors = {place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}}
+        return torch.cat([torch.cat([self._block(left, right, factors, part) for right in columns], 1) for left in rows])
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, roles in the order query, key, value, output, each row-major (and by head)."""
-        sizes = [self.num_heads * self.attention.size(role) for role in self.roles]
-        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-        whole = self.attention.X.new_empty(sum(sizes), sum(sizes))
-        for i, row in enumerate(self.roles):
-            for j, column in enumerate(self.roles[i:], start=i):
-                block = self.block(row, column, part)
-                rows, columns = slice(offsets[i], offsets[i] + sizes[i]), slice(offsets[j], offsets[j] + sizes[j])
-                whole[rows, columns] = block
-                if i != j:
-                    whole[columns, rows] = block.mT
+        _check_part(part)
+        places = [(role, head) for role in self.roles for head in range(self.num_heads)]
+        factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
+        offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
+        whole = self.attention.X.new_empty(offsets[-1], offsets[-1])
+        for (i, left), (j, right) in itertools.combinations_with_replacement(enumerate(places), 2):
+            rows, columns = slice(offsets[i], offsets[i + 1]), slice(offsets[j], offsets[j + 1])
+            block = self._block(left, right, factors, part)
+            whole[rows, columns] = block
+            if i != j:
+                whole[columns, rows] = block.mT.contiguous()  # much faster than to read columns of the large matrix
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
@@ -133,21 +145,22 @@ class SelfAttentionHessian:
             raise ValueError(f"Invalid part={part!r}. A factored block has outer, functional and full.")
         self.attention.size(role)
         one = self.attention.heads[head]
-        inner = self.gradient_of_output if one.W_U is None else self.gradient_of_output @ one.W_U.mT
         if role == "key":
-            return KroneckerSum(one.query.flatten(0, 1), KeyMatrices(one, self._curvature(head, head), inner, part), False)
+            of_keys = KeyMatrices(one, self._curvature(head), self.score_gradients[head], part)
+            return KroneckerSum(one.query.flatten(0, 1), of_keys, False)
+        vectors = one.factor(role).vector.flatten(0, 1)
         if role in ("value", "output"):
-            factor = one.factor(role)
-            curvature = self._curvature(head, head) if role == "value" else self.loss.curvature(self.attention.output)
-            matrices = torch.zeros_like(curvature) if part == "functional" else curvature
-            return KroneckerSum(factor.vector.flatten(0, 1), Matrices(matrices), True)
+            curvature = self._curvature(head) if role == "value" else self.loss.curvature(self.attention.output)
+            curvature = torch.zeros_like(curvature[:1, :1]).expand_as(curvature) if part == "functional" else curvature
+            shared = curvature.stride()[:2] == (0, 0)
+            return KroneckerSum(vectors, SharedMatrix(curvature[0, 0], len(vectors)) if shared else Matrices(curvature), True)
         matrices = self.attention.X.new_zeros(())
         if part != "functional":
-            C = one.covariance(one.value, one.key)
-            matrices = C.mT @ self._curvature(head, head) @ C
+            factor = one.factor(role)
+            matrices = outer_matrices(factor, factor, self._curvature(head))
         if part != "outer":
-            matrices = matrices + one.third_moment(one.score_gradient(inner), one.key, one.key)
-        return KroneckerSum(one.x.flatten(0, 1), Matrices(one.scale**2 * matrices), True)
+            matrices = matrices + one.functional_matrices(role, role, self.score_gradients[head])
+        return KroneckerSum(one.x.flatten(0, 1), Matrices(matrices), True)
 
     def score_functional_spectrum(self, head: int = 0) -> Tensor:
         """Eigenvalues of the "score_functional" part: ± the singular values of `scale · B`, dk times each.
@@ -155,7 +168,7 @@ class SelfAttentionHessian:
         `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, not symmetric. In print (Remark D.1) the factor of the loss is missing from it.
         """
         self._query_key()
-        values = torch.linalg.svdvals(self.attention.heads[head].score_mixed(self.gradient_of_output))
+        values = torch.linalg.svdvals(self.attention.heads[head].score_mixed(self.score_gradients[head]))
         return torch.cat([values, -values]).repeat_interleave(self.attention.shapes["query"][1]).sort().values
 
     def score_outer_rank_bound(self, head: int = 0) -> int:
@@ -175,35 +188,39 @@ class SelfAttentionHessian:
         if "key" not in self.roles:
             raise ValueError("Queries and keys are one matrix here: there is no functional part at the scores.")
 
-    def _curvature(self, head: int, other: int) -> Tensor:
-        """`W_U Λ_i W_Uᵀ` between what two heads put out, (B, L, dv, dv)."""
-        return self.loss.curvature(self.attention.output, self.attention.heads[head].W_U, self.attention.heads[other].W_U)
+    def _curvature(self, head: int) -> Tensor:
+        """`W_U Λ_i W_Uᵀ`: the curvature of the loss in what a head puts out before its output matrix, (B, L, dv, dv)."""
+        W_U = self.attention.heads[head].W_U
+        return self.loss.curvature(self.attention.output, W_U, W_U)
 
-    def _block(self, row: str, column: str, part: Part, head: int, other: int) -> Tensor:
-        size = self.attention.size(row), self.attention.size(column)
-        total = self.attention.X.new_zeros(size)
-        at_scores = head == other and {row, column} == {"query", "key"}
-        scores = {"query", "key", "query_key"}
-        if part.startswith("score"):
-            if not scores.issuperset((row, column)):
-                raise ValueError(
-                    f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only."
-                )
-            functional = self._score_functional(row, head) if at_scores else total
-            return functional if part == "score_functional" else self._block(row, column, "full", head, other) - functional
-        if part != "functional":
-            left, right = self.attention.heads[head].factor(row), self.attention.heads[other].factor(column)
-            total = outer_block(left, right, self._curvature_between(left, right, head, other))
-        if part != "outer" and head == other:
-            total = total + self.attention.heads[head].functional(row, column, self.gradient_of_output)
-        return total
+    def _block(self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part) -> Tensor:
+        """The block of two weights, (n_left, n_right)."""
+        (row, head), (column, other) = left, right
+        shape = self.attention.shapes[row] + self.attention.shapes[column]
+        sizes = self.attention.size(row), self.attention.size(column)
+        at_scores = row in SCORE_ROLES and column in SCORE_ROLES
+        if part.startswith("score") and not at_scores:
+            raise ValueError(f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only.")
+        one, two, w = self.attention.heads[head], self.attention.heads[other], self.score_gradients[head]
+        if part == "functional" and head == other:
+            return one.functional(row, column, self.gradient_of_output, w).reshape(sizes)
+        if part in ("functional", "score_functional"):
+            entries = w.new_zeros(shape)
+        else:
+            ends = one.W_U if factors[left].projected else None, two.W_U if factors[right].projected else None
+            matrices = outer_matrices(factors[left], factors[right], self.loss.curvature(self.attention.output, *ends))
+            functional = part != "outer" and head == other
+            if functional and at_scores:  # both parts have the same vectors: one sum for both
+                matrices = matrices + one.functional_matrices(row, column, w)
+            entries = assemble(factors[left], factors[right], matrices)
+            if functional and not at_scores:
+                entries = entries + one.functional(row, column, self.gradient_of_output, w)
+        if part in ("full", "score_functional") and head == other and {row, column} == {"query", "key"}:
+            product = one.score_mixed(w)
+            add_on_diagonal(entries, product if row == "query" else product.mT)
+        return entries.reshape(sizes)
 
-    def _curvature_between(self, left: Factor, right: Factor, head: int, other: int) -> Tensor:
-        heads = self.attention.heads
-        ends = heads[head].W_U if left.projected else None, heads[other].W_U if right.projected else None
-        return self.loss.curvature(self.attention.output, *ends)
 
-    def _score_functional(self, row: str, head: int) -> Tensor:
-        mixed = self.attention.heads[head].score_mixed(self.gradient_of_output)
-        identity = torch.eye(self.attention.shapes["query"][1], dtype=mixed.dtype, device=mixed.device)
-        return torch.kron(mixed if row == "query" else mixed.mT.contiguous(), identity)
+def _check_part(part: str) -> None:
+    if part not in PARTS:
+        raise ValueError(f"Invalid part={part!r}. Must be one of {', '.join(PARTS)}.")
