@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockopt.analysis._vector import ParameterVector
+from blockopt.analysis._vector import ParameterVector, all_finite
 from blockopt.blocks import Blocks
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
 from blockopt.curvature._passes import Evaluation, Loss, Losses, batch_means, eager_math, refuse_sharded
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Columns of one matrix go through the graph together while their activations have at most this many entries: up to six times
 # faster for tiny models, where each operation costs more than its numbers, and no faster, only larger, beyond.
-ENTRIES_AT_ONCE = 2**23
+ENTRIES_AT_ONCE = 2**24
 
 Product = Callable[[Tensor], Tensor]
 Item = TypeVar("Item")
@@ -90,22 +90,23 @@ class ModelOperator(ParameterVector, ABC):
         """
         self._check_vector(v)
         with torch.inference_mode(False), torch.enable_grad():
-            rows = v.detach().reshape(self.shape[0], -1).T.clone()  # (k, n)
+            rows = v.detach().reshape(self.shape[0], -1).T.contiguous()  # (k, n)
             group = 1 if len(rows) < 2 else self._columns_at_once()
             graphs: Iterator[Any] = iter(range(len(self._closures)))
 
             def measure(evaluation: Evaluation) -> dict[str, Tensor]:
                 times = self._graph(next(graphs), evaluation)
-                return {"product": torch.cat([times(part) for part in rows.split(group)]) if len(rows) else rows}
+                products = [times(part) for part in rows.split(group)] if len(rows) else [rows]
+                return {"product": products[0] if len(products) == 1 else torch.cat(products)}
 
             closures = track(self._closures, type(self).__name__, self._progress and len(self._closures) > 1)
             product = batch_means(self._model, closures, measure)["product"]
-        if not bool(torch.isfinite(product).all()):
+        if not all_finite(product):
             raise FloatingPointError(
                 f"{self!r} @ v is not finite: the loss has no second derivatives at these weights, as the norm of a zero "
                 "vector has none, or they overflow in this dtype. Try model.double()."
             )
-        return product.T.reshape(v.shape).contiguous()
+        return product.T.reshape(v.shape)
 
     def _part(self, names: tuple[str, ...], index: int | None, size: int) -> Self:
         part = super()._part(names, index, size)
