@@ -6,12 +6,27 @@ matrix Λ_i for each.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 # Products of a projection with all probabilities of one position are formed for as many positions at once as fit in here.
 CHUNK_BYTES = 2**27
+
+
+class OutputLoss(Protocol):
+    """What a layer's Hessian needs of the loss on its output F (B, L, d), where each position acts alone."""
+
+    def value(self, output: Tensor) -> Tensor:
+        """The loss, a scalar."""
+
+    def gradient(self, output: Tensor) -> Tensor:
+        """Its derivative by each output, (B, L, d)."""
+
+    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+        """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default."""
 
 
 class SquaredError:
@@ -113,6 +128,3 @@ class CrossEntropy:
                 f"Invalid targets of shape {tuple(self.targets.shape)}. Must be one a position: {tuple(output.shape[:-1])}."
             )
         return self.targets.reshape(output.shape[:-1])
-
-
-OutputLoss = SquaredError | CrossEntropy
