@@ -349,3 +349,15 @@ def test_no_warning_from_products():
             A = cls(model, partial(loss_of, "gpt_neox", model))
             assert (A @ torch.ones(A.shape[0], 2)).isfinite().all()
             assert A._at_once > 1
+
+
+def test_layer_norm_against_differences_of_gradients():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    x, y = normal(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    H = HessianOperator(model, lambda: F.cross_entropy(model(x), y))
+    v, start, step = normal(H.shape[0]), H.to_vector(dict(model.named_parameters())), 1e-5
+
+    def gradient(at):
+        return H.to_vector(grad(lambda p: F.cross_entropy(functional_call(model, p, (x,)), y))(H.to_dict(at)))
+
+    assert_near(H @ v, (gradient(start + step * v) - gradient(start - step * v)) / (2 * step), 1e-7)

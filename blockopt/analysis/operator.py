@@ -223,7 +223,9 @@ class ModelOperator(ParameterVector, ABC):
 class HessianOperator(ModelOperator):
     """The Hessian H of the loss: exact products by a second backward pass. Any loss. Arguments as for `ModelOperator`.
 
-    Attention runs on the math kernel, the only one with second derivatives, and compiled models run eagerly.
+    Attention runs on the math kernel, the only one with second derivatives, and compiled models run eagerly. Reverse over
+    reverse, not `torch.func.hessian` or `jvp` of `jacrev`: those give wrong numbers for LayerNorm with a weight, without an
+    error (torch 2.13; `jacfwd` of `grad` is right).
 
     Example:
         Loss `(3 w1 + 4 w2)²`:
