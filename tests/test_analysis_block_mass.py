@@ -1,12 +1,15 @@
 """The mass of pairs of blocks against the dense matrix, over all probes, and with honest errors."""
 
 import math
+import sys
 
 import pytest
 import torch
 
 from blockopt.analysis.block_mass import block_mass, off_diagonal_mass
 from tests.matrices import AttentionHessian, Products, all_signs, random_symmetric
+
+MODULE = sys.modules["blockopt.analysis.block_mass"]  # the package may name the function so
 
 PARTS = {"a": torch.tensor([4, 1, 0]), "b": torch.tensor([2, 6]), "c": torch.tensor([3, 5, 7])}
 
@@ -47,7 +50,7 @@ def test_mean_over_all_probes(monkeypatch):
     for first in signs:
         for second in signs:
             draws = iter([first, first, second, second])
-            monkeypatch.setattr("blockopt.analysis.block_mass.random_signs", lambda *_, draws=draws: next(draws))
+            monkeypatch.setattr(MODULE, "random_signs", lambda *_, draws=draws: next(draws))
             found = block_mass(A, PARTS, num_probes=2)
             assert torch.equal(found.matrix, found.matrix.T)
             mean += found.matrix / 64

@@ -60,6 +60,16 @@ def test_copies_are_found_before_rounding_brings_them():
     assert found.values.round(decimals=3).tolist() == [10, 10, 10, 9]
 
 
+def test_a_copy_close_to_the_others_is_found():
+    """It takes more than a few products to rise above them."""
+    bulk = torch.linspace(0, 1, 397, dtype=torch.float64)
+    values = torch.cat([torch.tensor([10.0, 1.01, 1.01], dtype=torch.float64), bulk])
+    A = with_spectrum(values)
+    for seed in range(8):
+        found = top_eigenpairs(A, 3, which="largest", tolerance=1e-5, generator=torch.Generator().manual_seed(seed))
+        assert found.values.round(decimals=3).tolist() == [10, 1.01, 1.01]
+
+
 @pytest.mark.parametrize(("which", "code"), [("largest magnitude", "LM"), ("largest", "LA"), ("smallest", "SA")])
 def test_equals_arpack(which, code):
     linalg = pytest.importorskip("scipy.sparse.linalg")

@@ -15,7 +15,6 @@ from blockopt.analysis.spectrum import SpectralDensity
 Spectrum = Tensor | SpectralDensity  # all eigenvalues, or a distribution of them
 Axis = Literal["linear", "symmetric log"]
 MARGIN = 5.0  # widths that the common axis goes beyond the outermost eigenvalues; leaves out 3e-7 of the mass
-SMALLEST_MASS = 1e-30  # of a bin; the half of a denormal number may be 0, and then the ratio of both infinite
 
 
 class Spread(NamedTuple):
@@ -195,14 +194,12 @@ def _mass_in_bins(density: SpectralDensity, edges: Tensor, deviation: float) -> 
     for nodes, weights in zip(density.nodes.split(4096), density.weights.split(4096)):  # bounds the memory
         below += torch.special.ndtr((edges[:, None] - nodes) / deviation) @ weights
     mass: Tensor = below.diff().clamp(min=0)
-    mass = torch.where(mass < SMALLEST_MASS, 0.0, mass)
     return mass / mass.sum()
 
 
 def _distances(p: Tensor, Q: Tensor) -> Tensor:
     """Jensen-Shannon distance of `p` (bins,) to each row of `Q`."""
-    M = (p + Q) / 2
-    M = M.clamp(min=SMALLEST_MASS / 4)  # where both are 0
+    M = ((p + Q) / 2).clamp(min=1e-300)  # not 0: both may be, and so may the half of a denormal number
     terms = torch.special.xlogy(p, p / M) + torch.special.xlogy(Q, Q / M)
     divergence: Tensor = terms.sum(1) / (2 * math.log(2))
     return divergence.clamp(0, 1).sqrt()
