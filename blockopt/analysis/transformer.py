@@ -37,9 +37,11 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis._biased_attention import ATTENTION_ROLES, FIRST_ROLES, BiasedAttention
-from blockopt.analysis.feed_forward import MLP_ROLES, Activation, FeedForwardMap, Part, check_part
+from blockopt.analysis.factored_attention import KroneckerSum
+from blockopt.analysis.feed_forward import MLP_ROLES, Activation, FeedForwardHessian, FeedForwardMap, Part, check_part
 from blockopt.analysis.normalization import Normalization, NormKind
 from blockopt.analysis.output_loss import OutputLoss
+from blockopt.analysis.self_attention import SelfAttentionHessian
 
 Arrangement = Literal["pre", "post"]
 NORM_ROLES = (*FIRST_ROLES, "middle_gain", "middle_bias", "final_gain", "final_bias")
@@ -97,8 +99,8 @@ class _NormSite:
 class TransformerBlockHessian:
     """Every pair of weights of a transformer block: `H = H_o + H_f` in closed form.
 
-    Dense: Jacobians of B·L·d rows and as many columns as the weight has entries. For small sizes; curvature of real ones comes
-    from `HessianOperator`.
+    `block` and `dense` are for small sizes: they build Jacobians of B·L·d rows and as many columns as a weight has entries.
+    `factored` has the diagonal blocks of larger ones, and `HessianOperator` products with the whole Hessian of any model.
 
     Args:
         X: Tokens that enter the block, (L, d) or (B, L, d).
@@ -158,6 +160,8 @@ class TransformerBlockHessian:
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
         first = Normalization(X, kind=norm, epsilon=epsilon).output if norm and arrangement == "pre" else X
         self.attention = BiasedAttention(first, weights, mask, scale)  # the gain and bias of the norm are among its weights
+        self._entering = weights.get("first_gain", 1) * first + weights.get("first_bias", 0)
+        self._weights, self._mask, self._scale = weights, mask, scale
         _check_width("Attention", self.attention.output, X, "value and output")
         residual = X + self.attention.output  # R
         self._middle = _NormSite(residual, norm, "middle", weights, epsilon) if norm else None
@@ -212,6 +216,63 @@ class TransformerBlockHessian:
                 whole[places[row], places[column]] = block
         return whole
 
+    def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
+        """A diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, never built: trace, diagonal, Frobenius norm, products with vectors.
+
+        Above attention no token acts on another. So to attention, and to the MLP, the rest of the block is a loss with one
+        Hessian K_i (d, d) for each token, and `SelfAttentionHessian` and `FeedForwardHessian` have the factored form. It takes
+        memory for B·L matrices d × d, and m × m for the MLP's first weights.
+
+        Args:
+            role: "query", "key", "value" or "output" of one head, or a weight or bias of the MLP.
+            head: Which, for a role of attention.
+            part: "outer", "functional" or "full".
+
+        Raises:
+            ValueError: For the role of a norm or a bias of attention, or if queries, keys or values have biases.
+        """
+        check_part(part)
+        inner: Part = "outer" if part == "outer" else "full"  # the second derivatives of attention or MLP are functional
+        if role in self._mlp.roles:
+            loss = _KnownLoss(self._at_sum, self._curvature_at_sum(part).unflatten(0, self.output.shape[:-1]))
+            return FeedForwardHessian(self._mlp, loss).factored(role, inner)
+        if role not in ("query", "key", "value", "output") or role not in self.sizes:
+            raise ValueError(f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others.")
+        biased = [name for name in ("query_bias", "key_bias", "value_bias") if name in self.sizes]
+        if biased:
+            raise ValueError(
+                f"Attention with {', '.join(biased)} has no factored form here. Use `block`, or a HessianOperator."
+            )
+        loss = _KnownLoss(self._at_residual, self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1]))
+        w = self._weights
+        projections = (w["query"], w["key"], w["value"])
+        attention = SelfAttentionHessian(
+            self._entering, *projections, loss=loss, W_U=w.get("output"), mask=self._mask, scale=self._scale
+        )
+        return attention.factored(role, head, inner)
+
+    def _curvature_at_sum(self, part: Part) -> Tensor:
+        """∂²loss/∂S² of each token, (N, d, d), or one of its parts."""
+        curvature = self.loss.curvature(self.output).flatten(0, -3)
+        if self._final is None:
+            return torch.zeros_like(curvature) if part == "functional" else curvature
+        jacobian, functional = self._final.input_jacobian(), self._final.input_hessian(self.gradient_of_output)
+        outer = jacobian.mT @ curvature @ jacobian
+        return {"outer": outer, "functional": functional, "full": outer + functional}[part]
+
+    def _curvature_at_residual(self, part: Part) -> Tensor:
+        """∂²loss/∂R² of each token, (N, d, d), or one of its parts."""
+        identity = torch.eye(self.output.shape[-1], dtype=self.output.dtype, device=self.output.device)
+        middle = (
+            identity.expand(self.output.shape[:-1].numel(), -1, -1) if self._middle is None else self._middle.input_jacobian()
+        )
+        summed = self._mlp.input_jacobian() @ middle + (identity if self._pre else middle)  # ∂S/∂R
+        total = summed.mT @ self._curvature_at_sum(part) @ summed
+        if part == "outer":
+            return total
+        total = total + middle.mT @ self._mlp.input_hessian(self._at_sum) @ middle
+        return total if self._middle is None else total + self._middle.input_hessian(self._at_middle)
+
     def _reach(self, role: str) -> tuple[Tensor | None, ...]:
         """The Jacobians of R, Y, S and Z by a weight, (B·L·d, n) each; None for what does not depend on it."""
         if role not in self.sizes:
@@ -241,6 +302,23 @@ class TransformerBlockHessian:
             if site is not None:
                 total = total + _local(site, row, column, gradient, into_row, into_column)
         return total
+
+
+class _KnownLoss:
+    """The rest of a block as a loss on the output of one of its parts, with known derivatives at one point."""
+
+    def __init__(self, gradient: Tensor, curvature: Tensor) -> None:
+        self._gradient, self._curvature = gradient, curvature
+
+    def value(self, output: Tensor) -> Tensor:
+        raise NotImplementedError("Only the derivatives are known.")
+
+    def gradient(self, output: Tensor) -> Tensor:
+        return self._gradient
+
+    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+        half = self._curvature if left is None else left @ self._curvature
+        return half if right is None else half @ right.mT
 
 
 def _local(
