@@ -5,8 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from blockopt.analysis.block_mass import block_mass, off_diagonal_mass
+from blockopt.analysis.dense import dense
+from blockopt.analysis.operator import HessianOperator
 from tests.matrices import AttentionHessian, Products, all_signs, random_symmetric
 
 MODULE = sys.modules["blockopt.analysis.block_mass"]  # the package may name the function so
@@ -124,13 +127,28 @@ def test_same_seed_same_result():
 
 def test_hessian_of_attention():
     H = AttentionHessian()
-    dense = H.dense()
-    truth = exact(dense, H.parts)
+    truth = exact(H.dense(), H.parts)
     torch.testing.assert_close(block_mass(H, H.parts).matrix, truth)
     found = off_diagonal_mass(H, H.parts, num_probes=8)
     assert found.num_products == 40
     assert found.standard_error < 0.2
     assert abs(found.value - share(truth)) < 3 * found.standard_error
+
+
+def test_operator_of_a_model():
+    """By head: the labels and entries of a model's operator are what `parts` takes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True, bias=False).double()
+        x, y = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    H = HessianOperator(model, lambda: (model(x) - y).square().mean(), names=["self_attn.in_proj_weight", "linear1.weight"])
+    parts = {label: H.entries(label) for label in H.blocks()}
+    assert "self_attn.in_proj_weight query head 1" in parts
+    truth = exact(dense(H), parts)
+    found = block_mass(H, parts, num_probes=8)
+    torch.testing.assert_close(found.matrix, truth)
+    sampled = block_mass(H, parts, num_probes=7)  # only the rows of the MLP are exact
+    assert abs(sampled.off_diagonal.value - share(truth)) < 3 * sampled.off_diagonal.standard_error
 
 
 def test_errors():

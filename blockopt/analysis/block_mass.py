@@ -50,6 +50,7 @@ def block_mass(
     Args:
         operator: Any symmetric operator; a square tensor is one.
         parts: `{label: indices of the block in the vectors of the operator}`, disjoint. Indices in no part are left out.
+            For an operator of a model: `{label: operator.entries(label) for label in operator.blocks()}`.
         num_probes: Products a block.
         chunk: Vectors a product.
         generator: Draws the signs; by default one with seed 0.
@@ -71,14 +72,15 @@ def block_mass(
     check_count("num_probes", num_probes)
     check_count("chunk", chunk)
     where = [part.to(operator.device) for part in _checked(parts, size(operator))]
-    member = torch.zeros(operator.shape[0], len(where), dtype=torch.float64, device=operator.device)  # 1 for its part
-    for column, part in enumerate(where):
-        member[part, column] = 1
+    group = torch.full((operator.shape[0],), len(where), device=operator.device)  # the part of each entry; the last is none
+    for number, part in enumerate(where):
+        group[part] = number
     if isinstance(operator, Tensor):
         squares = operator.detach().double().square()
         if not torch.isfinite(squares).all():
             raise FloatingPointError(f"The tensor of shape {tuple(operator.shape)} is not finite. Check where it comes from.")
-        return _collect(tuple(parts), list((member.T @ squares @ member).cpu()[:, None]), [True] * len(where), 0)
+        columns = _sum_by_group(_sum_by_group(squares, group, len(where)).T, group, len(where)).T.cpu()  # (a, b)
+        return _collect(tuple(parts), [column[None] for column in columns.T], [True] * len(where), 0)
     generator = default_generator(generator)
     exact = [len(part) <= num_probes for part in where]
     values = []  # of each block b: (probes, blocks), the squared norms of the pieces of H z_b
@@ -87,7 +89,7 @@ def block_mass(
         for part, known in zip(where, exact):
             pieces = []
             for Z in _probes(part, operator, num_probes, chunk, generator):
-                pieces.append((product(operator, Z).square().T @ member).cpu())
+                pieces.append(_sum_by_group(product(operator, Z).square(), group, len(where)).T.cpu())
                 advance(Z.shape[1])
             found = torch.cat(pieces)
             values.append(found.sum(0, keepdim=True) if known else found)
@@ -128,6 +130,12 @@ def _probes(
         else:
             Z[part] = torch.stack([random_signs(len(part), part.device, generator) for _ in range(number)], dim=1)
         yield Z
+
+
+def _sum_by_group(rows: Tensor, group: Tensor, number: int) -> Tensor:
+    """The rows of (n, k) summed by their group: (number, k), without those of group `number`."""
+    sums = torch.zeros(number + 1, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return sums.index_add_(0, group, rows)[:number]
 
 
 def _checked(parts: Mapping[str, Tensor], n: int) -> list[Tensor]:
