@@ -206,6 +206,9 @@ def test_errors():
     for bad in (torch.ones(4), torch.ones(4, 3), torch.ones(0, 0)):
         with pytest.raises(ValueError, match=r"Invalid operator of shape .* Must be \(n, n\) with n >= 1"):
             lanczos(bad, 2)
+    for bad in (np.eye(3), [[1.0]], None):
+        with pytest.raises(TypeError, match=rf"Invalid operator of type {type(bad).__name__}. Must be a tensor, or have shape"):
+            lanczos(bad, 2)
     with pytest.raises(ValueError, match=r"Invalid operator of dtype torch.int64. Must be a real floating-point one"):
         lanczos(torch.eye(4, dtype=torch.int64), 2)
     for bad in (0, 2.0, True):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 def size(operator: SymmetricOperator) -> int:
     """The dimension n of an operator of shape (n, n) and a real dtype."""
+    if not isinstance(getattr(operator, "dtype", None), torch.dtype) or not hasattr(operator, "shape"):
+        wanted = "a tensor, or have shape, a torch dtype, device and `A @ v`. torch.as_tensor makes a tensor of an array."
+        raise TypeError(f"Invalid operator of type {type(operator).__name__}. Must be {wanted}")
     shape = tuple(operator.shape)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"Invalid operator of shape {shape}. Must be (n, n) with n >= 1.")

@@ -100,10 +100,10 @@ def jensen_shannon(
 
     `JS(P, Q) = sqrt((KL(P | M) + KL(Q | M)) / 2)` with `M = (P + Q) / 2` and logarithms to base 2: 0 for equal spectra, 1 for
     spectra that share no eigenvalue. The mean over pairs is what Zhang et al., "Why Transformers need Adam" (2024), call the
-    block heterogeneity of a model. They do not say how they bin; we do this: one axis for all blocks, from the smallest to the
-    largest eigenvalue of any; each eigenvalue widened to a normal density of `width` times the length of the axis, so that
-    rounding at the edge of a bin does not matter; the exact mass of that in each of `num_bins` equal bins, which reach 5 widths
-    beyond the ends.
+    block heterogeneity of a model. Their published code does not have it, so these choices are ours: one axis for all blocks,
+    from the smallest to the largest eigenvalue of any; each eigenvalue widened to a normal density of `width` times the length
+    of the axis, so that rounding at the edge of a bin does not matter; the exact mass of that in each of `num_bins` equal bins,
+    which reach 5 widths beyond the ends.
 
     On a linear axis the flat part of every block falls into the bins around 0, and outliers decide. A symmetric log axis
     tells apart flat blocks that differ by orders of magnitude.
