@@ -127,7 +127,7 @@ class AttentionHead:
             return Factor(self.first_moment, None, True, True)
         return Factor(self.first_moment @ self.W_V, None, True, False)
 
-    def functional(self, row: str, column: str, g: Tensor, w: Tensor) -> Tensor:
+    def functional(self, row: str, column: str, g: Tensor, w: Tensor, scratch: Tensor | None = None) -> Tensor:
         """`Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights: zero unless the two differ or are at the scores.
 
         Args:
@@ -135,19 +135,21 @@ class AttentionHead:
             column: Another, or the same.
             g: A gradient at the output of the layer, (B, L, d_out).
             w: `score_gradient` at it.
+            scratch: Memory to use for the result.
         """
         if ROLES.index(row) > ROLES.index(column):
-            return self.functional(column, row, g, w).permute(2, 3, 0, 1)
+            return self.functional(column, row, g, w, scratch).permute(2, 3, 0, 1)
         vectors = {"key": self.query, "query": self.x, "query_key": self.x}
         if column in vectors:
             left, right = (Factor(vectors[role], None, role != "key", True) for role in (row, column))
-            block = assemble(left, right, self.functional_matrices(row, column, w))
+            block = assemble(left, right, self.functional_matrices(row, column, w), scratch)
             return block if row == column else add_on_diagonal(block, self.score_mixed(w))
         if row in vectors:
             # The other weight multiplies m_i, or the output of the head, which move with the scores.
             moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
             covariance = self.covariance(moved, "x" if row == "key" else "key")
-            return _sum("nb,ne,nca" if row == "key" else "na,ne,ncb", vectors[row], other, self.scale * covariance)
+            pattern = "nb,ne,nca" if row == "key" else "na,ne,ncb"
+            return _sum(pattern, vectors[row], other, self.scale * covariance, scratch)
         rows, columns = (self.W_V.shape if role == "value" else (self.W_V.shape[1], g.shape[-1]) for role in (row, column))
         block = g.new_zeros(*rows, *columns)
         if row != column:  # F is linear in the value and in the output matrix, and in their product
@@ -306,10 +308,10 @@ def outer_matrices(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
     return middle if right.core is None else middle @ right.core
 
 
-def assemble(left: Factor, right: Factor, matrices: Tensor) -> Tensor:
+def assemble(left: Factor, right: Factor, matrices: Tensor, scratch: Tensor | None = None) -> Tensor:
     """The sum over positions of the vectors of both times a matrix between their other indices: by the entries of both."""
     rows, columns = "ab" if left.vector_first else "ba", "ce" if right.vector_first else "ec"
-    return _sum(f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}", left.vector, right.vector, matrices)
+    return _sum(f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}", left.vector, right.vector, matrices, scratch)
 
 
 def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
@@ -318,11 +320,11 @@ def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
     return block
 
 
-def _sum(pattern: str, left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
+def _sum(pattern: str, left: Tensor, right: Tensor, matrices: Tensor, scratch: Tensor | None) -> Tensor:
     """The einsum `pattern` over all positions n to abce: one matrix product, a view of its result.
 
-    The operand that holds the last index e comes second, so that it stays contiguous: results are large, and copying them is
-    most of the work.
+    The operand that holds the last index e comes second, so that it stays contiguous: results are large, and moving them is
+    most of the work. For the same reason they go to `scratch` if there is one: fresh memory costs more than the product.
     """
     i, j, k = pattern.replace("n", "").split(",")
     left, right = left.flatten(0, 1), right.flatten(0, 1)
@@ -333,7 +335,8 @@ def _sum(pattern: str, left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
     sizes = dict(zip(i + j + k, (left.shape[1], right.shape[1], *matrices.shape[1:])))
     first, second = (vectors, matrices.flatten(1)) if "e" in k else (matrices.flatten(1), vectors)
     order = i + j + k if "e" in k else k + i + j
-    product = (first.mT @ second).view([sizes[index] for index in order])
+    out = None if scratch is None else scratch[: first.shape[1] * second.shape[1]].view(first.shape[1], second.shape[1])
+    product = torch.mm(first.mT, second, out=out).view([sizes[index] for index in order])
     return product.permute([order.index(index) for index in "abce"])
 
 

@@ -92,7 +92,7 @@ class SharedMatrix:
 
     def product(self, z: Tensor) -> Tensor:
         """`E z_i`, (n, r, k)."""
-        return self._E @ z
+        return (z.mT @ self._E).mT  # one matrix product; E is symmetric
 
     def inner_products(self) -> Tensor:
         """`⟨E, E⟩`, (n, n)."""

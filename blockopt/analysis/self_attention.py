@@ -116,7 +116,10 @@ class SelfAttentionHessian:
         rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
         columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
         factors = {place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}}
-        return torch.cat([torch.cat([self._block(left, right, factors, part) for right in columns], 1) for left in rows])
+        sizes = self.attention.size(row), self.attention.size(column)
+        return torch.cat(
+            [torch.cat([self._block(one, other, factors, part).reshape(sizes) for other in columns], 1) for one in rows]
+        )
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, roles in the order query, key, value, output, each row-major (and by head)."""
@@ -125,12 +128,16 @@ class SelfAttentionHessian:
         factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
         whole = self.attention.X.new_empty(offsets[-1], offsets[-1])
+        largest = max(self.attention.size(role) for role in self.roles) ** 2
+        scratch, transposed = self.attention.X.new_empty(2, largest)
         for (i, left), (j, right) in itertools.combinations_with_replacement(enumerate(places), 2):
             rows, columns = slice(offsets[i], offsets[i + 1]), slice(offsets[j], offsets[j + 1])
-            block = self._block(left, right, factors, part)
-            whole[rows, columns] = block
-            if i != j:
-                whole[columns, rows] = block.mT.contiguous()  # much faster than to read columns of the large matrix
+            block = self._block(left, right, factors, part, scratch)
+            target = whole[rows, columns]
+            target.unflatten(1, block.shape[2:]).unflatten(0, block.shape[:2]).copy_(block)
+            if i != j:  # by way of contiguous memory: much faster than to read columns of the large matrix
+                contiguous = scratch[: target.numel()].view_as(target).copy_(target)
+                whole[columns, rows] = transposed[: target.numel()].view_as(target.mT).copy_(contiguous.mT)
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
@@ -193,17 +200,18 @@ class SelfAttentionHessian:
         W_U = self.attention.heads[head].W_U
         return self.loss.curvature(self.attention.output, W_U, W_U)
 
-    def _block(self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part) -> Tensor:
-        """The block of two weights, (n_left, n_right)."""
+    def _block(
+        self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part, scratch: Tensor | None = None
+    ) -> Tensor:
+        """The block of two weights by the entries of both, in `scratch` if there is one."""
         (row, head), (column, other) = left, right
         shape = self.attention.shapes[row] + self.attention.shapes[column]
-        sizes = self.attention.size(row), self.attention.size(column)
         at_scores = row in SCORE_ROLES and column in SCORE_ROLES
         if part.startswith("score") and not at_scores:
             raise ValueError(f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only.")
         one, two, w = self.attention.heads[head], self.attention.heads[other], self.score_gradients[head]
         if part == "functional" and head == other:
-            return one.functional(row, column, self.gradient_of_output, w).reshape(sizes)
+            return one.functional(row, column, self.gradient_of_output, w, scratch)
         if part in ("functional", "score_functional"):
             entries = w.new_zeros(shape)
         else:
@@ -212,13 +220,13 @@ class SelfAttentionHessian:
             functional = part != "outer" and head == other
             if functional and at_scores:  # both parts have the same vectors: one sum for both
                 matrices = matrices + one.functional_matrices(row, column, w)
-            entries = assemble(factors[left], factors[right], matrices)
+            entries = assemble(factors[left], factors[right], matrices, scratch)
             if functional and not at_scores:
                 entries = entries + one.functional(row, column, self.gradient_of_output, w)
         if part in ("full", "score_functional") and head == other and {row, column} == {"query", "key"}:
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
-        return entries.reshape(sizes)
+        return entries
 
 
 def _check_part(part: str) -> None:
