@@ -99,8 +99,8 @@ def jensen_shannon(
     """Jensen-Shannon distance between the distributions of eigenvalues of each pair of blocks.
 
     `JS(P, Q) = sqrt((KL(P | M) + KL(Q | M)) / 2)` with `M = (P + Q) / 2` and logarithms to base 2: 0 for equal spectra, 1 for
-    spectra that share no eigenvalue. The mean over pairs is what Zhang et al., "Why Transformers need Adam" (2024), call the
-    block heterogeneity of a model. Their published code does not have it, so these choices are ours: one axis for all blocks,
+    spectra far apart. By the mean over pairs, Zhang et al., "Why Transformers need Adam" (2024), measure how heterogeneous the
+    blocks of a model are. Their published code does not have it, so these choices are ours: one axis for all blocks,
     from the smallest to the largest eigenvalue of any; each eigenvalue widened to a normal density of `width` times the length
     of the axis, so that rounding at the edge of a bin does not matter; the exact mass of that in each of `num_bins` equal bins,
     which reach 5 widths beyond the ends.
@@ -113,7 +113,7 @@ def jensen_shannon(
         axis: "linear" or "symmetric log", see `symmetric_log`.
         threshold: Of the symmetric log; by default 1e-6 of the largest magnitude of any eigenvalue.
         width: Of an eigenvalue, as a share of the axis. Larger ones lower the distances.
-        num_bins: Bins; more of them than about 5 / width change nothing.
+        num_bins: Bins; more of them than 5 / width change the distance by less than 1e-3.
 
     Raises:
         ValueError: If an option or a spectrum is wrong.
