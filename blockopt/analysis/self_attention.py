@@ -129,15 +129,15 @@ class SelfAttentionHessian:
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
         whole = self.attention.X.new_empty(offsets[-1], offsets[-1])
         largest = max(self.attention.size(role) for role in self.roles) ** 2
-        scratch, transposed = self.attention.X.new_empty(2, largest)
+        scratch = self.attention.X.new_empty(2, largest)
         for (i, left), (j, right) in itertools.combinations_with_replacement(enumerate(places), 2):
             rows, columns = slice(offsets[i], offsets[i + 1]), slice(offsets[j], offsets[j + 1])
             block = self._block(left, right, factors, part, scratch)
             target = whole[rows, columns]
             target.unflatten(1, block.shape[2:]).unflatten(0, block.shape[:2]).copy_(block)
             if i != j:  # by way of contiguous memory: much faster than to read columns of the large matrix
-                contiguous = scratch[: target.numel()].view_as(target).copy_(target)
-                whole[columns, rows] = transposed[: target.numel()].view_as(target.mT).copy_(contiguous.mT)
+                first, second = scratch[:, : target.numel()]
+                whole[columns, rows] = second.view(target.mT.shape).copy_(first.view(target.shape).copy_(target).mT)
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
@@ -203,7 +203,8 @@ class SelfAttentionHessian:
     def _block(
         self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part, scratch: Tensor | None = None
     ) -> Tensor:
-        """The block of two weights by the entries of both, in `scratch` if there is one."""
+        """The block of two weights by the entries of both, in `scratch`, room for two, if there is one."""
+        first, second = (None, None) if scratch is None else scratch
         (row, head), (column, other) = left, right
         shape = self.attention.shapes[row] + self.attention.shapes[column]
         at_scores = row in SCORE_ROLES and column in SCORE_ROLES
@@ -211,7 +212,7 @@ class SelfAttentionHessian:
             raise ValueError(f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only.")
         one, two, w = self.attention.heads[head], self.attention.heads[other], self.score_gradients[head]
         if part == "functional" and head == other:
-            return one.functional(row, column, self.gradient_of_output, w, scratch)
+            return one.functional(row, column, self.gradient_of_output, w, first)
         if part in ("functional", "score_functional"):
             entries = w.new_zeros(shape)
         else:
@@ -220,9 +221,9 @@ class SelfAttentionHessian:
             functional = part != "outer" and head == other
             if functional and at_scores:  # both parts have the same vectors: one sum for both
                 matrices = matrices + one.functional_matrices(row, column, w)
-            entries = assemble(factors[left], factors[right], matrices, scratch)
-            if functional and not at_scores:
-                entries = entries + one.functional(row, column, self.gradient_of_output, w)
+            entries = assemble(factors[left], factors[right], matrices, first)
+            if functional and not at_scores and row != column:  # by one value or output matrix twice it is zero
+                entries.add_(one.functional(row, column, self.gradient_of_output, w, second))
         if part in ("full", "score_functional") and head == other and {row, column} == {"query", "key"}:
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
