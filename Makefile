@@ -21,13 +21,14 @@ types: .venv/.installed
 tests: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# torch comes first and pinned, so that no other package pulls a build of its own; timm asks for torchvision, which it only
-# needs to load images.
+# torch comes first and pinned, so that no other package pulls a build of its own. timm and curvlinops' backpack ask for
+# torchvision, which they only need for images, so they and what else curvlinops imports come without what they ask for.
 .venv/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm \
+		curvlinops-for-pytorch backpack-for-pytorch linear_operator einconv einops unfoldNd
 	touch $@
 
 clean:

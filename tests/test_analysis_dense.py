@@ -1,5 +1,6 @@
 """Dense matrices of operators against row-by-row autograd, their cross blocks, and refusals before memory is taken."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -122,7 +123,7 @@ def test_refuses_what_does_not_fit():
 
 
 def test_free_memory_without_proc(monkeypatch):
-    from blockopt.analysis import dense as module
+    module = sys.modules["blockopt.analysis.dense"]
 
     cpu = torch.device("cpu")
     proc = module._free_memory(cpu)
