@@ -105,6 +105,24 @@ def test_loss_hessian_and_its_parts(activation, gated, kind):
             close(factored @ v, block @ v)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_chunks_change_nothing(gated, rows, monkeypatch):
+    """4 of the 6 rows at a time, or 1; and so for the slabs of the factored matrices."""
+    Y, w, loss, g = draw(2, 3, 3), weights(gated), losses(2)["ce"], draw(2, 3, 2, seed=6)
+
+    def results():
+        mlp = build(Y, w, "gelu")
+        block = FeedForwardHessian(mlp, loss).factored("mlp_in")
+        return mlp.input_jacobian(), mlp.input_hessian(g), block.diagonal(), block.squared_frobenius()
+
+    expected = results()
+    monkeypatch.setattr("blockopt.analysis.feed_forward.CHUNK_BYTES", rows * 12 * 8)
+    monkeypatch.setattr("blockopt.analysis._unit_matrices.CHUNK_BYTES", 3 * rows * 6 * 4 * 8 // 4)
+    for ours, theirs in zip(results(), expected):
+        close(ours, theirs, 1e-13)
+
+
 def test_relu_diagonal_blocks_have_no_functional_part():
     ours = FeedForwardHessian(build(draw(2, 3, 3), weights(False), "relu"), losses(2)["mse"])
     assert ours.block("mlp_in", "mlp_in", "functional").abs().max() == 0

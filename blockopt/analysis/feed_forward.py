@@ -18,17 +18,19 @@ and so on, p being in or gate. A bias is a weight whose input is 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from blockopt.analysis.factored_attention import KroneckerSum, Matrices
+from blockopt.analysis._unit_matrices import UnitMatrices
+from blockopt.analysis.factored_attention import KroneckerSum, Matrices, PositionMatrices
 from blockopt.analysis.output_loss import OutputLoss
 
 Part = Literal["outer", "functional", "full"]
 Activation = Literal["identity", "relu", "gelu", "gelu_tanh", "silu"]
+CHUNK_BYTES = 2**27
 MLP_ROLES = ("mlp_in", "mlp_in_bias", "mlp_gate", "mlp_out", "mlp_out_bias")
 
 
@@ -164,8 +166,9 @@ class FeedForwardMap:
 
     def input_jacobian(self) -> Tensor:
         """∂output/∂y of each row, (N, d_out, d)."""
-        slopes = [first.unsqueeze(-2) * self._before[side] for side, first in self._first.items()]  # (N, d, m)
-        return (torch.stack(slopes).sum(0) @ self.W_out).mT
+        slopes = self._chunks(*self._first.values())
+        terms = ([(a.unsqueeze(-2) * W) @ self.W_out for a, W in zip(rows, self._before.values())] for rows in slopes)
+        return torch.cat([torch.stack(rows).sum(0).mT for rows in terms])
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """Σ g·∂²output/∂row∂column, (n_row, n_column), for g of the shape of the output."""
@@ -205,13 +208,30 @@ class FeedForwardMap:
     def input_hessian(self, g: Tensor) -> Tensor:
         """Σ g·∂²output/∂y∂y of each row, (N, d, d)."""
         q = self._rows(g) @ self.W_out.mT
-        terms = [(self._before[a] * (q * bend).unsqueeze(-2)) @ self._before[b].mT for (a, b), bend in self._second.items()]
-        return torch.stack(terms).sum(0)
+        pairs = [(self._before[a], self._before[b].mT) for a, b in self._second]
+        bends = self._chunks(*(q * bend for bend in self._second.values()))
+        terms = ([(left * e.unsqueeze(-2)) @ right for e, (left, right) in zip(rows, pairs)] for rows in bends)
+        return torch.cat([torch.stack(rows).sum(0) for rows in terms])
 
-    def functional_core(self, role: str, g: Tensor) -> Tensor:
-        """The diagonal matrices E_i (N, r, r) of `functional(role, role, g)` = Σ_i a_i a_iᵀ ⊗ E_i, with the a of `factor`."""
-        side, g = self._vector(role)[1], self._rows(g)
-        return torch.diag_embed(torch.zeros_like(g) if side == "out" else (g @ self.W_out.mT) * self._second[side, side])
+    def input_pulled(self, g: Tensor) -> Tensor:
+        """The gradient at the input from the one at the output, (N, d): O(d m) a row."""
+        q = self._rows(g) @ self.W_out.mT
+        return torch.stack([(q * first) @ self._before[side].mT for side, first in self._first.items()]).sum(0)
+
+    def matrices(self, role: str, curvature: Tensor | None, g: Tensor | None) -> PositionMatrices:
+        """E_i of the factored Hessian Σ_i a_i a_iᵀ ⊗ E_i by one parameter, where a is the vector of `factor`.
+
+        Args:
+            role: The parameter.
+            curvature: Λ_i of a loss on the output, (N, d_out, d_out), or None to leave out the outer part.
+            g: Its gradient, or None to leave out the functional part.
+        """
+        side = self._vector(role)[1]
+        if side == "out":
+            size = self.W_out.shape[1]
+            return Matrices(self.y.new_zeros(1, 1, 1).expand(len(self.y), size, size) if curvature is None else curvature)
+        bends = None if g is None else (self._rows(g) @ self.W_out.mT) * self._second[side, side]
+        return UnitMatrices(self._first[side], self.W_out, curvature, bends)
 
     def _vector(self, role: str) -> tuple[Tensor, str]:
         if role not in self.roles:
@@ -219,6 +239,11 @@ class FeedForwardMap:
         if role.endswith("bias"):
             return torch.ones_like(self.y[:, :1]), "in" if role == "mlp_in_bias" else "out"
         return (self.hidden, "out") if role == "mlp_out" else (self.y, "in" if role == "mlp_in" else "gate")
+
+    def _chunks(self, *units: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Rows of some (N, m) tensors, so many at a time that a matrix d × m of each fits in `CHUNK_BYTES`."""
+        step = max(1, CHUNK_BYTES // (self._before["in"].numel() * self.y.element_size()))
+        return zip(*(unit.split(step) for unit in units))
 
     def _rows(self, g: Tensor) -> Tensor:
         return g.reshape(len(self.y), -1)
@@ -270,10 +295,9 @@ class FeedForwardHessian:
     def factored(self, role: str, part: Part = "full") -> KroneckerSum:
         """A diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, never built: trace, diagonal, Frobenius norm, products with vectors."""
         check_part(part)
-        vector, core = self.mlp.factor(role)
-        outer, functional = self._between(core, core), self.mlp.functional_core(role, self.gradient_of_output)
-        matrices = {"outer": outer, "functional": functional, "full": outer + functional}[part]
-        return KroneckerSum(vector, Matrices(matrices), True)
+        curvature = None if part == "functional" else self._curvature
+        gradient = None if part == "outer" else self.gradient_of_output
+        return KroneckerSum(self.mlp.factor(role)[0], self.mlp.matrices(role, curvature, gradient), True)
 
     def _between(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """leftᵀ Λ_i right, (N, r, s)."""

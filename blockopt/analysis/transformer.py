@@ -59,6 +59,9 @@ class _Site(Protocol):
     def input_jacobian(self) -> Tensor:
         """By the input, (N, d, d)."""
 
+    def input_pulled(self, g: Tensor) -> Tensor:
+        """The gradient at the input from the one at the output, (N, d)."""
+
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """Σ g·∂² by two weights, (n_row, n_column)."""
 
@@ -83,6 +86,9 @@ class _NormSite:
 
     def input_jacobian(self) -> Tensor:
         return self._norm.jacobian()
+
+    def input_pulled(self, g: Tensor) -> Tensor:
+        return self._norm.transposed_product(g.reshape(self._norm.output.shape))
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         return g.new_zeros(self._norm.dim, self._norm.dim)  # linear in gain and bias together
@@ -185,6 +191,7 @@ class TransformerBlockHessian:
         at_residual = _pull(self._middle, self._at_middle)
         self._at_residual = at_residual + self._at_sum if self._pre else at_residual
         self._reached: dict[str, tuple[Tensor | None, ...]] = {}
+        self._kept: tuple[Part, Tensor] | None = None
 
     def value(self) -> Tensor:
         """The loss."""
@@ -221,7 +228,7 @@ class TransformerBlockHessian:
 
         Above attention no token acts on another. So to attention, and to the MLP, the rest of the block is a loss with one
         Hessian K_i (d, d) for each token, and `SelfAttentionHessian` and `FeedForwardHessian` have the factored form. It takes
-        memory for B·L matrices d × d, and m × m for the MLP's first weights.
+        memory for B·L matrices d × d.
 
         Args:
             role: "query", "key", "value" or "output" of one head, or a weight or bias of the MLP.
@@ -261,7 +268,12 @@ class TransformerBlockHessian:
         return {"outer": outer, "functional": functional, "full": outer + functional}[part]
 
     def _curvature_at_residual(self, part: Part) -> Tensor:
-        """∂²loss/∂R² of each token, (N, d, d), or one of its parts."""
+        """∂²loss/∂R² of each token, (N, d, d), or one of its parts. The last one is kept: all roles of attention need it."""
+        if self._kept is None or self._kept[0] != part:
+            self._kept = (part, self._new_curvature_at_residual(part))
+        return self._kept[1]
+
+    def _new_curvature_at_residual(self, part: Part) -> Tensor:
         identity = torch.eye(self.output.shape[-1], dtype=self.output.dtype, device=self.output.device)
         middle = (
             identity.expand(self.output.shape[:-1].numel(), -1, -1) if self._middle is None else self._middle.input_jacobian()
@@ -348,11 +360,7 @@ def _push(site: _Site | None, role: str, into: Tensor | None) -> Tensor | None:
 
 def _pull(site: _Site | None, g: Tensor) -> Tensor:
     """The gradient at a site's input from the one at its output."""
-    if site is None:
-        return g
-    jacobian = site.input_jacobian()
-    pulled: Tensor = torch.einsum("no,nod->nd", g.reshape(len(jacobian), -1), jacobian)
-    return pulled.reshape(g.shape)
+    return g if site is None else site.input_pulled(g).reshape(g.shape)
 
 
 def _rowwise(matrices: Tensor, into: Tensor) -> Tensor:
