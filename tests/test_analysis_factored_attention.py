@@ -32,6 +32,30 @@ def test_factored_equals_dense(shape, activation, cross_entropy, part):
             assert_close(block @ v[:, 0], exact @ v[:, 0])
 
 
+@pytest.mark.parametrize("which", ["largest magnitude", "largest", "smallest"])
+def test_top_eigenvalues_without_the_matrix(which):
+    X, weights, target = draw(L=6, d=5, dk=3, heads=2, dv=4, d_out=5)
+    hessian, _ = make(X, weights, target, True)
+    for role in hessian.roles:
+        exact = torch.linalg.eigvalsh(hessian.block(role, role, heads=(1, 1)))
+        order = {"largest magnitude": -exact.abs(), "largest": -exact, "smallest": exact}[which].argsort()
+        found = hessian.factored(role, 1).top_eigenvalues(3, which)
+        assert_close(found, exact[order[:3]], 1e-5)
+
+
+def test_layer_of_gpt2_small():
+    """A dense block would need terabytes, and is refused with the number; the factored one has all that matters."""
+    X, weights, target = draw(L=8, d=768, dk=64, dv=64, heads=12, d_out=768)
+    hessian, _ = make(X.float(), {role: 0.05 * w.float() for role, w in weights.items()}, target.float(), False)
+    with pytest.raises(ValueError, match=r"needs 1,296\.01 GiB.*SelfAttentionHessian\(\.\.\.\)\.factored"):
+        hessian.block("query", "query")
+    with pytest.raises(ValueError, match="GiB"):
+        hessian.dense()
+    block = hessian.factored("query", 3)
+    assert block.shape == (768 * 64, 768 * 64)
+    assert_close(block.trace(), block.diagonal().sum(), 1e-4)
+
+
 def test_key_blocks_in_many_slices(monkeypatch):
     """A few bytes at a time: all slices of the inner products are there, once."""
     X, weights, target = draw(L=4, d=5, dk=3, batch=2, dv=3, d_out=4)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,18 +98,3 @@ def check_count(name: str, value: int, smallest: int = 1) -> None:
     """Raise `ValueError` unless `value` is an integer of at least `smallest`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
         raise ValueError(f"Invalid {name}={value}. Must be an integer >= {smallest}.")
-
-
-@contextmanager
-def progress_bar(progress: bool, description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that moves a progress bar by a number of products; it does nothing without `progress`."""
-    if not progress:
-        yield lambda _: None
-        return
-    try:
-        from rich.progress import Progress
-    except ImportError as error:
-        raise ImportError("progress=True needs rich. Install it (`pip install rich`), or pass progress=False.") from error
-    with Progress(transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda number: bar.advance(task, number)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from blockopt.analysis._products import check_count, product, progress_bar, size
+from blockopt.analysis._products import check_count, product, size
+from blockopt.analysis._progress import progress_bar
 from blockopt.analysis.eigenpairs import top_eigenpairs
 from blockopt.analysis.heterogeneity import NegativeShare, negative_share
 from blockopt.analysis.spectrum import SpectralDensity, SymmetricOperator, spectral_density

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockopt.analysis.operator import ModelOperator, track
+from blockopt.analysis._progress import track
+from blockopt.analysis.operator import ModelOperator
 
 if TYPE_CHECKING:
     from blockopt.analysis.spectrum import SymmetricOperator
@@ -53,7 +54,7 @@ def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | Non
                 [24., 32.]])
     """
     size = operator.shape[0]
-    _check_memory(size, size, operator.dtype, operator.device, chunk, max_bytes)
+    check_memory(size, size, operator.dtype, operator.device, chunk, max_bytes)
     matrix = _columns(operator, torch.arange(size), torch.arange(size), chunk, progress)
     largest, asymmetry = 0.0, 0.0
     for start in range(0, size, chunk):  # in bands: no second matrix
@@ -104,7 +105,7 @@ def dense_block(
     """
     pair = operator.restrict({operator.block(rows).names[0], operator.block(columns).names[0]})
     left, right = pair.entries(rows), pair.entries(columns)
-    _check_memory(len(left), len(right), pair.dtype, pair.device, chunk, max_bytes)
+    check_memory(len(left), len(right), pair.dtype, pair.device, chunk, max_bytes)
     if len(right) > len(left):
         return _columns(pair, right, left, chunk, progress).T.contiguous()
     return _columns(pair, left, right, chunk, progress)
@@ -124,7 +125,10 @@ def _columns(operator: SymmetricOperator, rows: Tensor, columns: Tensor, chunk: 
     return matrix
 
 
-def _check_memory(rows: int, columns: int, dtype: torch.dtype, device: torch.device, chunk: int, max_bytes: int | None) -> None:
+def check_memory(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, chunk: int = 1, max_bytes: int | None = None
+) -> None:
+    """Raise `ValueError`, with the numbers and the alternative, if a dense matrix does not fit into memory."""
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"Invalid chunk={chunk}. Must be an integer >= 1.")
     if max_bytes is not None and not max_bytes > 0:

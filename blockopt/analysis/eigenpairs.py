@@ -12,11 +12,11 @@ from blockopt.analysis._products import (
     check_count,
     orthogonal_product,
     orthogonal_start,
-    progress_bar,
     remainder_norm,
     size,
     unit_start,
 )
+from blockopt.analysis._progress import progress_bar
 from blockopt.analysis.spectrum import SymmetricOperator
 from blockopt.curvature._passes import default_generator
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.attention_map import AttentionHead
+from blockopt.analysis.eigenpairs import Which, top_eigenpairs
 
 # Slices of the matrices of all positions take about this much memory.
 CHUNK_BYTES = 2**28
@@ -248,6 +249,10 @@ class KroneckerSum:
     def frobenius(self) -> Tensor:
         """The Frobenius norm."""
         return self.squared_frobenius().clamp(min=0).sqrt()
+
+    def top_eigenvalues(self, k: int = 1, which: Which = "largest magnitude") -> Tensor:
+        """The k outermost eigenvalues, by `top_eigenpairs`."""
+        return top_eigenpairs(self, k, which=which).values
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """`H v` for v of shape (p r,) or (p r, k)."""

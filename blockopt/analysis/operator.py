@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blockopt.analysis._progress import track
 from blockopt.analysis._vector import ParameterVector, all_finite
 from blockopt.blocks import Blocks
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
@@ -327,22 +328,6 @@ class _CountEntries(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             self.total += tensor.numel() if isinstance(tensor, Tensor) else 0
         return result
-
-
-def track(items: Sequence[Item], description: str, shown: bool) -> Iterable[Item]:
-    """The items, with a bar if it is to be shown.
-
-    Raises:
-        ImportError: If rich is missing.
-    """
-    if not shown:
-        return items
-    try:
-        from rich.console import Console
-        from rich.progress import track as bar
-    except ImportError as error:
-        raise ImportError("progress=True needs rich: pip install rich.") from error
-    return bar(items, description, console=Console(stderr=True), transient=True)
 
 
 def _closures(losses: Losses) -> list[Loss]:

@@ -19,6 +19,7 @@ from blockopt.analysis.attention_map import (
     assemble,
     outer_matrices,
 )
+from blockopt.analysis.dense import check_memory
 from blockopt.analysis.factored_attention import KeyMatrices, KroneckerSum, Matrices, SharedMatrix
 from blockopt.analysis.output_loss import OutputLoss, SquaredError
 
@@ -117,16 +118,22 @@ class SelfAttentionHessian:
         columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
         factors = {place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}}
         sizes = self.attention.size(row), self.attention.size(column)
+        check_memory(len(rows) * sizes[0], len(columns) * sizes[1], self.attention.X.dtype, self.attention.X.device)
         return torch.cat(
             [torch.cat([self._block(one, other, factors, part).reshape(sizes) for other in columns], 1) for one in rows]
         )
 
     def dense(self, part: Part = "full") -> Tensor:
-        """The whole matrix, roles in the order query, key, value, output, each row-major (and by head)."""
+        """The whole matrix, roles in the order query, key, value, output, each row-major (and by head).
+
+        Raises:
+            ValueError: If it does not fit into memory: `factored` does.
+        """
         _check_part(part)
         places = [(role, head) for role in self.roles for head in range(self.num_heads)]
         factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
+        check_memory(offsets[-1], offsets[-1], self.attention.X.dtype, self.attention.X.device)
         whole = self.attention.X.new_empty(offsets[-1], offsets[-1])
         largest = max(self.attention.size(role) for role in self.roles) ** 2
         scratch = self.attention.X.new_empty(2, largest)

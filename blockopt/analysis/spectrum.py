@@ -13,13 +13,13 @@ from blockopt.analysis._products import (
     orthogonal_product,
     orthogonal_start,
     product,
-    progress_bar,
     random_normal,
     random_signs,
     remainder_norm,
     size,
     unit_start,
 )
+from blockopt.analysis._progress import progress_bar
 from blockopt.curvature._passes import default_generator
 
 

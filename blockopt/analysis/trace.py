@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis._products import check_count, product, progress_bar, random_signs, size
+from blockopt.analysis._products import check_count, product, random_signs, size
+from blockopt.analysis._progress import progress_bar
 from blockopt.analysis.spectrum import SymmetricOperator
 from blockopt.curvature._passes import default_generator
 
