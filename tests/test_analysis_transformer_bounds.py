@@ -187,6 +187,81 @@ def test_first_derivatives_are_attained():
     assert size(hessian.attention.jacobian("value")) == pytest.approx(_Attention(X, weights, "trilinear").first["value"])
 
 
+def test_second_derivative_is_nearly_attained():
+    """X = (1, -1), W_Q such that each row of attention is where the cumulant is largest: √2 from the bound."""
+    p = (1 - 1 / math.sqrt(3)) / 2
+    one, X = torch.ones(1, 1).double(), torch.tensor([[1.0], [-1.0]]).double()
+    query = 0.5 * math.log((1 - p) / p) * one
+    hessian = SelfAttentionHessian(X, query, one, one, Y=torch.zeros(2, 1).double())
+    signs = torch.tensor([[1.0], [-1.0]]).double() / math.sqrt(2)  # of the two rows' third moments
+    value = float(hessian.attention.functional("query", "query", signs[None]).abs())
+    bound = _Attention(X, {"query": query, "key": one, "value": one}, "trilinear").second("query", "query")
+    assert value == pytest.approx(bound / math.sqrt(2))
+
+
+def test_formulas_of_the_table():
+    """Each entry of the module's table, for norms that can be read off."""
+
+    def diagonal(*entries, rows):
+        matrix = torch.zeros(rows, len(entries)).double()
+        matrix[range(len(entries)), range(len(entries))] = torch.tensor(entries).double()
+        return matrix
+
+    X = diagonal(2.0, 1.0, rows=3)  # L = 3, d = 2, |X| = 2, |X|_F = √5
+    w = {"query": diagonal(3.0, 1.0, rows=2), "key": diagonal(5.0, 1.0, rows=2), "value": diagonal(7.0, 1.0, rows=2)}
+    w |= {"mlp_in": diagonal(11.0, 1.0, rows=2), "mlp_out": diagonal(13.0, 1.0, rows=2)}
+    G = {"query": 0.5 * 8 * 5 * 7 / math.sqrt(2), "key": 0.5 * 8 * 3 * 7 / math.sqrt(2), "value": math.sqrt(3) * 2}
+    J_Y, h_Y, J_SY, y = 0.3, 0.7, 1 + 11 * 13, math.sqrt(6)
+    constants = {
+        "trilinear": (math.sqrt(6) / 9, 8.0, 1.0, 13.0),
+        "unfolded": (math.sqrt(3) / 2, 4 * math.sqrt(5), math.sqrt(2), None),
+    }
+    for second, (cumulant_norm, scores, root, into_first) in constants.items():
+        attention = _Attention(X, w, second)
+        block = _Sum(attention, w["mlp_in"], w["mlp_out"], J_Y, h_Y, second)
+        Phi = {
+            ("query", "query"): cumulant_norm * 32 * 5**2 * 7 / 2,
+            ("key", "key"): cumulant_norm * 32 * 3**2 * 7 / 2,
+            ("query", "key"): cumulant_norm * 32 * 3 * 5 * 7 / 2 + 0.5 * scores * 7 / math.sqrt(2),
+            ("query", "value"): root * 0.5 * 8 * 5 / math.sqrt(2),
+            ("key", "value"): root * 0.5 * 8 * 3 / math.sqrt(2),
+            ("value", "value"): 0.0,
+        }
+        assert attention.first == pytest.approx(G)
+        B = {role: J_SY * J_Y * G[role] for role in G} | {"mlp_in": 13 * y, "mlp_out": 11 * y}
+        assert block.first == pytest.approx(B)
+        for (row, column), value in Phi.items():
+            assert attention.second(row, column) == pytest.approx(value)
+            assert attention.second(column, row) == pytest.approx(value)
+            expected = J_SY * (h_Y * G[row] * G[column] + J_Y * value)
+            assert block.second(row, column) == pytest.approx(expected)
+        first = min(math.sqrt(13**2 + 1), math.sqrt(3) * 13) if into_first is None else into_first
+        for role in ATTENTION:
+            assert block.second(role, "mlp_in") == pytest.approx(first * J_Y * G[role])
+            assert block.second("mlp_out", role) == pytest.approx(root * 11 * J_Y * G[role])
+        assert block.second("mlp_in", "mlp_out") == pytest.approx(y)
+        assert block.second("mlp_in", "mlp_in") == 0
+
+
+def test_assembly_of_the_bounds():
+    """c J_Z² |B_i||B_j| and |∂ℓ/∂Z| (J_Z |ξ_ij| + h_Z |B_i||B_j|), with the LayerNorms' norms from their definition."""
+    X, w, target = draw(2)
+    norm = Normalization(X + attend(X, w), epsilon=0.0)
+    final = Normalization(summed(X, w), epsilon=0.0)
+    for second in NORMS:
+        J_Y, J_Z = (float(1 / one.sigma.min()) for one in (norm, final))
+        factor = 2 / math.sqrt(3 * D) if second == "trilinear" else math.sqrt(2 / D)  # D = 3
+        block = _Sum(_Attention(X, w, second), w["mlp_in"], w["mlp_out"], J_Y, factor * J_Y**2, second)
+        gradient = float((2 / (L * D) * (final.output - target)).norm())
+        for part in ("outer", "functional", "full"):
+            for entry in transformer_bounds(X, w, target, part=part, second=second):
+                product = block.first[entry.row] * block.first[entry.column]
+                outer = 2 / (L * D) * J_Z**2 * product
+                functional = gradient * (J_Z * block.second(entry.row, entry.column) + factor * J_Z**2 * product)
+                expected = {"outer": outer, "functional": functional, "full": outer + functional}[part]
+                assert entry.bound == pytest.approx(expected)
+
+
 def test_table_and_looseness():
     assert Bound("a", "a", 0.0, 0.0).looseness == 1
     assert Bound("a", "a", 1.0, 0.0).looseness == math.inf
