@@ -1,0 +1,94 @@
+"""The figures of the papers on Hessians of transformers, made again: a plot and a table of predicted and measured numbers each.
+
+    python recipes/figures.py --figure 3a --quick      seconds to a minute
+    python recipes/figures.py --figure all --quick     minutes on one core
+    python recipes/figures.py --figure all             the papers' sizes and 20 repeats: hours
+    python recipes/figures.py --help
+
+Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a Transformer?" (ICLR 2025), `sink` that
+of Singh, Ormaniec and Hofmann, "Cracking the Hessian" (2025), and the last three those of Petrov et al., arXiv 2510.16927, on
+images that we make. Where a figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from recipes import figure_growth, figure_hessians
+from recipes.figure_report import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
+
+FIGURES: dict[str, Callable[[Run], Outcome]] = {
+    "1": figure_hessians.figure_1,
+    "3a": figure_growth.figure_3a,
+    "3b": figure_growth.figure_3b,
+    "4": figure_hessians.figure_4,
+    "5": figure_growth.figure_5,
+    "6": figure_growth.figure_6,
+    "7": figure_growth.figure_7,
+    "8": figure_growth.figure_8,
+    "sink": figure_hessians.figure_sink,
+    "curvature-gap-heatmap": figure_hessians.figure_gap_heatmap,
+    "curvature-gap-norms": figure_hessians.figure_gap_norms,
+    "loss-difference": figure_hessians.figure_loss_difference,
+}
+EFFORTS = {"full": FULL, "quick": QUICK, "tiny": TINY}
+
+
+def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> Outcome:
+    """Make one figure, write `figure_<name>.png` and `figure_<name>.json`, and print its table."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    start = time.perf_counter()
+    with Progress(*columns, console=console, transient=True) as progress:
+        outcome = FIGURES[name](Run(effort, progress))
+    seconds = time.perf_counter() - start
+    outcome.figure.savefig(out / f"figure_{name}.png", dpi=110)
+    record = {"figure": name, "mode": mode, "seconds": round(seconds, 1), **outcome.as_dict()}
+    (out / f"figure_{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    (out / f"figure_{name}.md").write_text(f"**{outcome.title}** ({mode}; {outcome.setting})\n\n{outcome.markdown()}\n")
+    table = Table(title=f"Figure {name}: {outcome.title}\n{outcome.setting}; {mode}, {seconds:.0f} s", title_justify="left")
+    for column in HEADER:
+        table.add_column(column)
+    for check in outcome.checks:
+        table.add_row(*check.row(), style=None if check.holds else "bold red")
+    console.print(table)
+    console.print(f"Figure {name}: [bold]{outcome.verdict}[/bold]\n", highlight=False)
+    return outcome
+
+
+def main() -> None:
+    """Make the figures that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which one (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, to see that it runs; the numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=Path("results/figures"), help="folder to write to (default: %(default)s)")
+    arguments = parser.parse_args()
+    mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 128)
+    names = list(FIGURES) if arguments.figure == "all" else [arguments.figure]
+    outcomes = {name: make(name, EFFORTS[mode], mode, arguments.out, console) for name in names}
+    if len(outcomes) > 1:
+        table = Table(title=f"All figures ({mode})", title_justify="left")
+        for column in ("figure", "shows", "checks that hold", "verdict"):
+            table.add_column(column)
+        for name, outcome in outcomes.items():
+            held = f"{sum(check.holds for check in outcome.checks)} of {len(outcome.checks)}"
+            table.add_row(name, outcome.title, held, outcome.verdict)
+        console.print(table)
+    console.print(f"Written to {arguments.out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
