@@ -1,0 +1,175 @@
+"""Means with standard errors, paired differences with confidence intervals, and steps to a target loss.
+
+Nothing here needs scipy: the number of seeds is an integer, for which Student's distribution is a finite sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds.
+
+    Attributes:
+        mean: The mean; infinite if any value is.
+        error: Its standard error; NaN for a single value.
+        low: Lower end of the confidence interval; NaN for a single value.
+        high: Upper end.
+        count: How many values.
+    """
+
+    mean: float
+    error: float
+    low: float
+    high: float
+    count: int
+
+
+class Crossing(NamedTuple):
+    """The number of steps at which a loss is reached.
+
+    Attributes:
+        steps: Interpolated between two lengths; the shortest or longest length if it lies outside of them.
+        kind: "at", "before" (already the shortest run is better) or "after" (not even the longest run reaches it).
+    """
+
+    steps: float
+    kind: str
+
+
+def student_cdf(t: float, degrees: int) -> float:
+    """P(T <= t) for Student's t with an integer number of degrees of freedom, by Abramowitz and Stegun 26.7.3 and 26.7.4.
+
+    Example:
+        >>> student_cdf(1.0, 1)
+        0.75
+    """
+    if degrees < 1:
+        raise ValueError(f"Invalid degrees={degrees}. Must be >= 1: an interval needs at least two values.")
+    angle = math.atan2(t, math.sqrt(degrees))
+    sine, squared = math.sin(angle), math.cos(angle) ** 2
+    odd = degrees % 2 == 1
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1, degrees // 2 + 1):
+        total += term
+        term *= squared * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + 0.5 * inside
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """The t with P(T <= t) = `probability`, by bisection.
+
+    Example:
+        >>> round(student_quantile(0.975, 7), 4)
+        2.3646
+    """
+    if not 0 < probability < 1:
+        raise ValueError(f"Invalid probability={probability}. Must be between 0 and 1.")
+    if probability < 0.5:
+        return -student_quantile(1 - probability, degrees)
+    low, high = 0.0, 1.0
+    while student_cdf(high, degrees) < probability:
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, degrees) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """Mean, standard error and t interval of independent values; infinite values (diverged runs) make the mean infinite.
+
+    Example:
+        >>> estimate([1.0, 2.0, 3.0]).mean
+        2.0
+    """
+    if not values:
+        raise ValueError("Invalid values=[]. Must hold at least one.")
+    count = len(values)
+    mean = math.fsum(values) / count if all(map(math.isfinite, values)) else math.inf
+    if count == 1 or not math.isfinite(mean):
+        return Estimate(mean, math.nan, math.nan, math.nan, count)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    half = student_quantile(0.5 + confidence / 2, count - 1) * error
+    return Estimate(mean, error, mean - half, mean + half, count)
+
+
+def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95) -> Estimate:
+    """Estimate of `values - baseline`, seed by seed: what the seed does to both cancels.
+
+    Args:
+        values: `{seed: loss}`.
+        baseline: The same seeds.
+        confidence: Of the interval.
+
+    Raises:
+        ValueError: If the seeds differ.
+
+    Example:
+        >>> paired_difference({1: 2.0, 2: 3.0}, {1: 1.5, 2: 2.5}).mean
+        0.5
+    """
+    if values.keys() != baseline.keys():
+        raise ValueError(f"Invalid seeds {sorted(values)} against {sorted(baseline)}. Paired runs must have the same.")
+    seeds = [seed for seed in values if math.isfinite(baseline[seed])]
+    if len(seeds) < len(values):
+        return Estimate(math.nan, math.nan, math.nan, math.nan, len(values))  # nothing to compare with
+    return estimate([values[seed] - baseline[seed] for seed in seeds], confidence)
+
+
+def verdict(difference: Estimate) -> str:
+    """What an interval of the difference to the baseline says: "better", "worse", "unclear", or "diverged".
+
+    Example:
+        >>> verdict(estimate([-0.1, -0.11, -0.12]))
+        'better'
+    """
+    if difference.mean == math.inf:
+        return "diverged"
+    if difference.high < 0:
+        return "better"
+    return "worse" if difference.low > 0 else "unclear"
+
+
+def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
+    """Steps that a run of its own length, with its own decay to zero, would need to end at `target`.
+
+    Between the two neighbouring lengths the final loss is taken to be linear in the logarithm of the number of steps. It is
+    never a point inside of a longer run, whose learning rate has not come down yet.
+
+    Args:
+        losses: `{steps of a whole run: its final loss}`.
+        target: The loss to reach.
+
+    Example:
+        >>> steps_to_target({100: 3.0, 400: 1.0}, 2.0)
+        Crossing(steps=200.0, kind='at')
+        >>> steps_to_target({100: 3.0, 400: 1.0}, 0.5)
+        Crossing(steps=400, kind='after')
+    """
+    if not losses:
+        raise ValueError("Invalid losses={}. Must hold the final loss of at least one length.")
+    lengths = sorted(losses)
+    if losses[lengths[0]] <= target:
+        return Crossing(lengths[0], "at" if losses[lengths[0]] == target else "before")
+    for short, long in zip(lengths, lengths[1:]):
+        if losses[long] <= target:  # so the shorter one is above
+            drop = losses[short] - losses[long]
+            part = (losses[short] - target) / drop if math.isfinite(drop) else 1.0
+            return Crossing(short * (long / short) ** part, "at")
+    return Crossing(lengths[-1], "after")
+
+
+def mean_crossing(crossings: Sequence[Crossing]) -> tuple[Estimate, str]:
+    """Estimate of the logarithm of the steps over seeds, and its kind: "at" only if each seed's is.
+
+    Where some seeds do not reach the target the mean is a bound on one side: "after" (at least that many) or "before" (at
+    most); with both among the seeds it is "mixed".
+    """
+    kinds = {crossing.kind for crossing in crossings} - {"at"}
+    kind = kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "at"
+    return estimate([math.log(crossing.steps) for crossing in crossings]), kind
