@@ -1,9 +1,14 @@
-"""GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head, GPT-2's initialisation."""
+"""GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head, GPT-2's initialisation.
+
+Options that papers on its Hessian study: norms after the residual connections or none, attention without softmax. Weights go
+to and from the GPT-2 of transformers, with the same logits.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +17,35 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a GPT-2."""
+    """Sizes of a GPT-2, and how it may differ from it.
+
+    Attributes:
+        vocab_size: Number of tokens.
+        context: Longest sequence.
+        width: Of the residual stream.
+        depth: Number of blocks.
+        heads: Number of attention heads.
+        norm: "pre", `x + f(LN(x))` with a norm at the end (GPT-2); "post", `LN(x + f(x))`; "none", `x + f(x)`.
+        attention: "softmax", or "linear", the masked scores themselves as in the ICLR 2025 paper.
+    """
 
     vocab_size: int = 50257
     context: int = 1024
     width: int = 768
     depth: int = 12
     heads: int = 12
+    norm: Literal["pre", "post", "none"] = "pre"
+    attention: Literal["softmax", "linear"] = "softmax"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "width", "depth", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be an integer >= 1.")
+        if self.width % self.heads:
+            raise ValueError(f"Invalid width={self.width} for {self.heads} heads. Must be a multiple of heads.")
+        for name, choices in (("norm", ("pre", "post", "none")), ("attention", ("softmax", "linear"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, choices))}.")
 
 
 PRESETS = {
@@ -36,14 +63,17 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.num_heads = config.heads
+        self.num_heads, self.attention = config.heads, config.attention
         self.c_attn = nn.Linear(config.width, 3 * config.width)
         self.c_proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         """Mix each position with those before it."""
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D/H)
+        if self.attention == "softmax":
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D/H)
+        else:
+            mixed = (q @ k.mT / math.sqrt(q.shape[-1])).tril() @ v
         return self.c_proj(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -61,17 +91,21 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normalised copy of the residual stream."""
+    """Attention and MLP, each added to the residual stream; by default each sees a normalised copy of it."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
+        self.post_norm = config.norm == "post"
+        self.ln_1 = nn.Identity() if config.norm == "none" else nn.LayerNorm(config.width)
         self.attn = SelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.width)
+        self.ln_2 = nn.Identity() if config.norm == "none" else nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what attention and MLP find."""
+        if self.post_norm:
+            x = self.ln_1(x + self.attn(x))
+            return self.ln_2(x + self.mlp(x))
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -85,7 +119,7 @@ class GPT2(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.wpe = nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.ln_f = nn.LayerNorm(config.width)
+        self.ln_f = nn.LayerNorm(config.width) if config.norm == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         self.apply(self._initialize)
@@ -102,8 +136,67 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # (B, T)
         """The logits (B, T, V), or the mean cross-entropy if targets are given."""
+        if tokens.shape[1] > self.config.context:
+            raise ValueError(f"Invalid sequence of {tokens.shape[1]} tokens. Must be at most context={self.config.context}.")
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# What our GPT-2 does not have, with the values under which the GPT-2 of transformers does not have it either.
+HF_FIXED = {
+    "activation_function": "gelu_new",
+    "add_cross_attention": False,
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}
+
+
+def from_huggingface(model: Any) -> GPT2:
+    """Our GPT-2 with the weights of a `transformers.GPT2LMHeadModel`: the same logits in evaluation mode (we have no dropout).
+
+    Raises:
+        ValueError: If its config has what our GPT-2 lacks.
+    """
+    hf = model.config
+    given = {name: getattr(hf, name, value) for name, value in HF_FIXED.items()}
+    given["n_inner"] = hf.n_inner or 4 * hf.n_embd
+    for name, value in {**HF_FIXED, "n_inner": 4 * hf.n_embd}.items():
+        if given[name] != value:
+            raise ValueError(f"Invalid {name}={given[name]!r} in the config. Must be {value!r}: our GPT-2 has no other.")
+    config = GPT2Config(hf.vocab_size, hf.n_positions, hf.n_embd, hf.n_layer, hf.n_head)
+    ours = GPT2(config).to(model.dtype)
+    theirs = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
+    ours.load_state_dict({name: _transposed(name, theirs[name]) for name in ours.state_dict()})
+    return ours
+
+
+def to_huggingface(model: GPT2) -> Any:
+    """A `transformers.GPT2LMHeadModel` with the weights of our GPT-2, for `save_pretrained` and all that reads it.
+
+    Raises:
+        ValueError: If the model has a norm or an attention that the GPT-2 of transformers lacks.
+    """
+    import transformers
+
+    config = model.config
+    if (config.norm, config.attention) != ("pre", "softmax"):
+        raise ValueError(
+            f"Invalid norm={config.norm!r}, attention={config.attention!r}. Must be 'pre' and 'softmax' for transformers."
+        )
+    sizes = {"n_positions": config.context, "n_embd": config.width, "n_layer": config.depth, "n_head": config.heads}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tokens = {"vocab_size": config.vocab_size, "bos_token_id": None, "eos_token_id": None}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**tokens, **sizes, **dropout)).to(model.wte.weight.dtype)
+    prefix = {name: name if name.startswith("lm_head") else f"transformer.{name}" for name in model.state_dict()}
+    theirs.load_state_dict({prefix[name]: _transposed(name, value) for name, value in model.state_dict().items()})
+    return theirs.eval()
+
+
+def _transposed(name: str, value: Tensor) -> Tensor:
+    """The matrices of transformers' `Conv1D` are stored the other way round."""
+    return value.t() if name.startswith("h.") and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else value
