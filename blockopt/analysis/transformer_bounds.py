@@ -270,7 +270,12 @@ def _derivative_norms(norm: Normalization, second: str) -> tuple[float, float]:
 
 
 def _norm(matrix: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(matrix, ord=2))
+    """The largest singular value, from the smaller Gram matrix: several times faster than a decomposition of the matrix."""
+    size = float(matrix.abs().max())
+    if size == 0:
+        return 0.0
+    short = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT) / size  # so that no square underflows
+    return size * math.sqrt(torch.linalg.eigvalsh(short @ short.mT)[-1])
 
 
 def _pairs(roles: Sequence[str]) -> list[tuple[str, str]]:
