@@ -5,6 +5,7 @@ Nothing here needs scipy: the number of seeds is an integer, for which Student's
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -156,7 +157,7 @@ def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     lengths = sorted(losses)
     if losses[lengths[0]] <= target:
         return Crossing(lengths[0], "at" if losses[lengths[0]] == target else "before")
-    for short, long in zip(lengths, lengths[1:]):
+    for short, long in itertools.pairwise(lengths):
         if losses[long] <= target:  # so the shorter one is above
             drop = losses[short] - losses[long]
             part = (losses[short] - target) / drop if math.isfinite(drop) else 1.0
