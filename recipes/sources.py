@@ -1,0 +1,286 @@
+"""Where text comes from: the standard library, files and folders, data sets of the Hugging Face hub.
+
+A `Source` gives documents, each meant for training or held out, always in the same order, and a hash of what they are made
+of. Documents are held out by a hash of their name (files) or of their text (rows), so the same document is on the same side
+in every run and on every machine. Data that come with a validation part keep it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+POSSIBLE = (
+    "Possible are: 'stdlib' (the source of Python's standard library), 'addition' or 'addition:DIGITS', a file or folder of "
+    "text, JSONL or Parquet, or a data set of the Hugging Face hub as NAME or NAME:CONFIG, such as wikitext:wikitext-2-raw-v1"
+)
+END_OF_TEXT = "<|endoftext|>"
+KINDS = {
+    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".parquet": "parquet",
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+class Document(NamedTuple):
+    """One text, and whether it is held out from training."""
+
+    text: str
+    validation: bool
+
+
+class Source(NamedTuple):
+    """Documents that can be read again and again.
+
+    Attributes:
+        content: A hash of all that the documents are made of.
+        documents: Starts reading at the first document, at every call.
+        size: Bytes to read, or None if that is not known beforehand.
+    """
+
+    content: str
+    documents: Callable[[], Iterator[Document]]
+    size: int | None = None
+
+
+def open_source(
+    name: str, *, cache: Path, validation_fraction: float, text_column: str, streaming: bool, max_tokens: int | None
+) -> Source:
+    """Find what a name stands for. See `recipes.data.load_data` for the arguments."""
+    if name == "stdlib":
+        return from_files(standard_library(), validation_fraction, text_column)
+    path = Path(name).expanduser()
+    wild = any(sign in name for sign in "*?[")
+    if wild or path.exists() or kind_of(path) or name.startswith((".", "/", "~")) or name.endswith("/"):
+        return from_files(files_at(name), validation_fraction, text_column)
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?", name):
+        if streaming and max_tokens is None:
+            raise ValueError("Invalid streaming=True without max_tokens. Must be given: a stream may have no end in sight.")
+        return from_hub(name, cache, validation_fraction, text_column, streaming)
+    raise ValueError(f"Unknown data {name!r}. {POSSIBLE}.")
+
+
+def held_out(identity: str, fraction: float) -> bool:
+    """Whether a document is held out: true for that fraction of all names, by a hash that is the same everywhere.
+
+    Example:
+        >>> sum(held_out(str(i), 0.05) for i in range(10_000))
+        512
+    """
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big") < fraction * 2**64
+
+
+def split(named: Iterable[tuple[str, str]], fraction: float) -> Iterator[Document]:
+    r"""Split (name, text) pairs by a hash of the name, or, where there are too few for that, hold out the end of each.
+
+    Example:
+        >>> for document in split([("one", "first line\nsecond line\n")], 0.4):
+        ...     print(document)
+        Document(text='first line\n', validation=False)
+        Document(text='second line\n', validation=True)
+    """
+    rest = iter(named)
+    first = list(itertools.islice(rest, math.ceil(10 / fraction)))  # more than these: one is held out but for 1 in 20,000
+    sides = {held_out(name, fraction) for name, _ in first}
+    by_name = len(first) >= 1 / fraction and len(sides) == 2
+    for name, text in itertools.chain(first, rest):
+        if by_name:
+            yield Document(text, held_out(name, fraction))
+        else:
+            cut = int(len(text) * (1 - fraction))
+            cut = text.rfind("\n", cut // 2, cut) + 1 or cut  # at a line break, if one is near
+            yield from (Document(part, at_end) for part, at_end in ((text[:cut], False), (text[cut:], True)) if part)
+
+
+def standard_library() -> dict[str, Path]:
+    """The modules of Python's standard library, without its tests: {relative name: path}."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    found = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped
+        found |= {(path := Path(folder, name)).relative_to(root).as_posix(): path for name in names if name.endswith(".py")}
+    if not found:
+        raise FileNotFoundError(f"This Python has no source of its standard library in {root}. {POSSIBLE}.")
+    return found
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of a file by its name, below a suffix of compression."""
+    return KINDS.get(Path(path.stem if path.suffix in COMPRESSED else path).suffix)
+
+
+def files_at(name: str) -> dict[str, Path]:
+    """The files that a path, a folder or a pattern such as `data/*.jsonl` stands for: {relative name: path}."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return {path.name: path}
+    if path.is_dir():
+        found = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and kind_of(p)}
+        visible = {key: p for key, p in found.items() if not any(part.startswith(".") for part in Path(key).parts)}
+        if not visible:
+            raise FileNotFoundError(f"No files in {path} that end in one of {', '.join(KINDS)}.")
+        return visible
+    anchor = Path(*itertools.takewhile(lambda part: not any(sign in part for sign in "*?["), path.parts))
+    matches = [p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file()] if anchor != path else []
+    if not matches:
+        raise FileNotFoundError(f"No file or folder {name!r} in {Path.cwd()}. {POSSIBLE}.")
+    return {p.relative_to(anchor).as_posix(): p for p in matches}
+
+
+def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Source:
+    """Text files, each a document (or several, with <|endoftext|> between), and rows of JSONL and Parquet files.
+
+    Files called `validation`, `valid` or `val` (a word of the name, as in `data-valid.jsonl`) are held out as a whole.
+    """
+    order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())  # so that the first million is no letter A
+    content = hashlib.sha256()
+    for name in order:
+        content.update(json.dumps([name, _digest(files[name])]).encode())
+    word = re.compile(r"(^|[._/-])(validation|valid|val)([._/-]|$)")
+    valid = {name for name in order if word.search(name)}
+
+    def of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        names = list(names)
+        for name in names:
+            if kind_of(files[name]) in ("text", None):
+                parts = [part for part in _read_text(files[name]).split(END_OF_TEXT) if part.strip()]
+                yield from ((name if len(parts) == 1 else f"{name}#{i}", part) for i, part in enumerate(parts))
+        for kind in ("json", "parquet"):
+            if paths := [str(files[name]) for name in sorted(names) if kind_of(files[name]) == kind]:
+                datasets = quiet_datasets()
+                rows = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True)
+                yield from texts(rows, text_column, " ".join(paths[:3]))
+
+    def documents() -> Iterator[Document]:
+        if valid and len(valid) < len(order):
+            for names, at_side in ((valid, True), (set(order) - valid, False)):
+                yield from (Document(text, at_side) for _, text in of(name for name in order if name in names))
+        else:
+            yield from split(of(order), fraction)
+
+    return Source(content.hexdigest(), documents, sum(path.stat().st_size for path in files.values()))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_text(path: Path) -> str:
+    import fsspec
+
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        data = file.read()
+    if b"\0" in data[:1000]:
+        raise ValueError(f"{path} is no text file: it has zero bytes.")
+    return str(data.decode("utf-8", errors="replace"))
+
+
+def texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[tuple[str, str]]:
+    """The text of each row, as its name too: equal rows end on the same side. Empty rows are left out."""
+    try:
+        for row in rows:
+            if column not in row:
+                raise ValueError(f"No column {column!r} in {where}. Those there are: {', '.join(map(repr, row))}.")
+            text = row[column]
+            if not isinstance(text, str | None):
+                raise ValueError(
+                    f"Column {column!r} in {where} holds {type(text).__name__}, for example {text!r:.50}, not text."
+                )
+            if text and text.strip():
+                yield text, text
+    except Exception as error:
+        if type(error).__module__.startswith("pyarrow"):
+            raise ValueError(f"Cannot read {where}: {error}") from error
+        raise
+
+
+def from_hub(name: str, cache: Path, fraction: float, text_column: str, streaming: bool) -> Source:
+    """A data set of the hub, at its present revision; offline at the revision that was last seen."""
+    repository, _, config = name.partition(":")
+    revision = hub_revision(repository, cache)
+
+    def documents() -> Iterator[Document]:
+        datasets = quiet_datasets()
+        try:
+            parts = datasets.load_dataset(repository, config or None, revision=revision, streaming=streaming)
+        except ConnectionError as error:
+            raise _offline(repository, error) from error
+        except (ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+            raise ValueError(f"Cannot load {name!r} from the hub: {error}\nA configuration is given as NAME:CONFIG.") from error
+        if "train" not in parts:
+            raise ValueError(f"{name!r} has no part 'train'. Those there are: {', '.join(map(repr, parts))}.")
+        training = texts(parts["train"], text_column, name)
+        if "validation" in parts:
+            yield from (Document(text, True) for _, text in texts(parts["validation"], text_column, name))
+            yield from (Document(text, False) for _, text in training)
+        else:
+            yield from split(training, fraction)
+
+    if revision is None:  # offline, with a copy that the hub's own cache may have: all its text is what names it
+        content = hashlib.sha256()
+        for document in documents():
+            content.update(repr(document).encode())
+        return Source(content.hexdigest(), documents)
+    return Source(f"hub {name} {revision}", documents)
+
+
+def hub_revision(repository: str, cache: Path) -> str | None:
+    """The data set's commit; offline the one last seen, or None if HF_HUB_OFFLINE asks for whatever copy there is."""
+    quiet_datasets()
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    seen = cache / "hub" / f"{repository.replace('/', '--')}.json"
+    try:
+        revision = huggingface_hub.HfApi().dataset_info(repository, timeout=10).sha
+    except GatedRepoError as error:
+        raise ValueError(f"The data set {repository!r} asks for consent: accept on its page, then `hf auth login`.") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"Unknown data {repository!r}: the hub has no such data set. {POSSIBLE}.") from error
+    except Exception as error:  # of the network, whose classes depend on the hub's version
+        if seen.exists():
+            return str(json.loads(seen.read_text())["revision"])
+        if isinstance(error, OfflineModeIsEnabled):
+            return None
+        raise _offline(repository, error) from error
+    if not seen.exists() or json.loads(seen.read_text())["revision"] != revision:
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        part = seen.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({"revision": revision}))
+        os.replace(part, seen)
+    return revision
+
+
+def _offline(name: str, error: Exception) -> ConnectionError:
+    return ConnectionError(
+        f"Cannot reach the Hugging Face hub for {name!r} ({type(error).__name__}). Prepare it once where there is a network, "
+        f"with `python recipes/data.py --data {name}` and the same cache folder; or set HF_HUB_OFFLINE=1 if the hub's own cache has "
+        f"it; or use data that need no network. {POSSIBLE}."
+    )
+
+
+def quiet_datasets() -> Any:
+    """The `datasets` package without its telemetry, log messages and, where nobody watches, progress bars."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("These data need the package `datasets`: pip install datasets") from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if not os.isatty(2):
+        datasets.disable_progress_bars()
+    return datasets
