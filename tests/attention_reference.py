@@ -12,11 +12,12 @@ def hessian(f):
     return jacrev(jacrev(f))
 
 
-def attend(X, weights, mask=None, scale=None, activation="softmax"):
-    """X (B, L, d); weights by role, each (H, rows, columns)."""
+def attend(X, weights, mask=None, scale=None, activation="softmax", biases=None):
+    """X (B, L, d); weights by role, each (H, rows, columns); biases by role, each (H, columns)."""
     single = "query_key" in weights
-    keys = X.unsqueeze(1) if single else X.unsqueeze(1) @ weights["key"]
-    queries = X.unsqueeze(1) @ (weights["query_key"] if single else weights["query"])
+    add = {role: (biases or {}).get(role, torch.zeros(())).unsqueeze(-2 if role in (biases or {}) else 0) for role in weights}
+    keys = X.unsqueeze(1) if single else X.unsqueeze(1) @ weights["key"] + add["key"]
+    queries = X.unsqueeze(1) @ weights["query_key"] if single else X.unsqueeze(1) @ weights["query"] + add["query"]
     scale = scale or (1.0 if single else 1 / math.sqrt(weights["query"].shape[-1]))
     scores = scale * queries @ keys.mT
     if activation == "linear":
@@ -25,7 +26,7 @@ def attend(X, weights, mask=None, scale=None, activation="softmax"):
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         A = scores.softmax(-1)
-    mixed = A @ (X.unsqueeze(1) @ weights["value"])
+    mixed = A @ (X.unsqueeze(1) @ weights["value"] + add["value"])
     return (mixed @ weights["output"] if "output" in weights else mixed).sum(1)
 
 

@@ -134,6 +134,21 @@ def test_masks_biases_scales_and_batches_of_masks():
         assert_close(hessian.dense(), autograd_hessian(X, weights, plain, **reference))
 
 
+@pytest.mark.parametrize("activation", ["softmax", "linear"])
+def test_biases_are_constants(activation):
+    X, weights, target = draw(heads=2, dv=2, d_out=3, batch=2)
+    generator = torch.Generator().manual_seed(5)
+    roles = ("query", "key", "value")
+    biases = {role: torch.randn(2, weights[role].shape[-1], generator=generator, dtype=torch.float64) for role in roles}
+    hessian, plain = make(X, weights, target, True, biases=biases, activation=activation)
+    assert_close(hessian.dense(), autograd_hessian(X, weights, plain, biases=biases, activation=activation))
+    assert_close(hessian.factored("key", 1).diagonal(), hessian.block("key", "key", heads=(1, 1)).diagonal())
+    with pytest.raises(ValueError, match=r"Invalid bias of key of shape \(3,\)\. Must be \(2, 2\)"):
+        make(X, weights, target, True, biases={"key": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"Invalid biases \['output'\]\. Must be of query, key, value"):
+        make(X, weights, target, True, biases={"output": torch.ones(3)})
+
+
 def test_one_sequence_without_a_batch_dimension():
     X, weights, target = draw()
     plain = SelfAttentionHessian(X[0], *(weights[role][0] for role in ("query", "key", "value")), target[0])

@@ -15,6 +15,7 @@ each the product of a vector, over one index of the weight, and a small matrix, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class AttentionHead:
         bias: Added to the scores, (B, L, L), or None.
         scale: Of the scores.
         softmax: Or linear.
+        biases: What is added to queries, keys and values, each (dk,) or (dv,), or 0.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class AttentionHead:
         bias: Tensor | None,
         scale: float,
         softmax: bool,
+        biases: tuple[Tensor | float, Tensor | float, Tensor | float],
     ) -> None:
-        self.x, self.query, self.value = X, X @ W_Q, X @ W_V
-        self.key = X if W_K is None else X @ W_K
+        self.x, self.query, self.value = X, X @ W_Q + biases[0], X @ W_V + biases[2]
+        self.key = X if W_K is None else X @ W_K + biases[1]
         self.W_V, self.W_U, self.scale, self.softmax, self.visible = W_V, W_U, scale, softmax, visible
         scores = scale * self.query @ self.key.mT
         scores = scores if bias is None else scores + bias
@@ -125,7 +128,7 @@ class AttentionHead:
             return Factor(self.query, self.scale * self.covariance("value", "x"), False, True)
         if role == "value":
             return Factor(self.first_moment, None, True, True)
-        return Factor(self.first_moment @ self.W_V, None, True, False)
+        return Factor(self.weights @ self.value, None, True, False)
 
     def functional(self, row: str, column: str, g: Tensor, w: Tensor, scratch: Tensor | None = None) -> Tensor:
         """`Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights: zero unless the two differ or are at the scores.
@@ -185,6 +188,8 @@ class AttentionMap:
         scale: Of the scores; `1 / sqrt(dk)` by default, and 1 for "single". A temperature t divides it.
         activation: "softmax", or "linear" for `A = T`, without softmax.
         parametrization: "query_key" for scores `X W_Q W_Kᵀ Xᵀ`, "single" for `X W_QK Xᵀ`.
+        biases: Added to "query", "key" and "value", each (dk,) or (H, dk), as GPT-2 has them. They are constants here, without
+            blocks of their own.
 
     Raises:
         ValueError: If shapes do not fit, or if a position sees nothing.
@@ -202,6 +207,7 @@ class AttentionMap:
         scale: float | None = None,
         activation: Activation = "softmax",
         parametrization: Parametrization = "query_key",
+        biases: Mapping[str, Tensor] | None = None,
     ) -> None:
         single = parametrization == "single"
         _check_options(W_K, activation, parametrization)
@@ -222,9 +228,11 @@ class AttentionMap:
         visible, bias = _read_mask(mask, X, activation)
         scale = (1.0 if single else 1 / math.sqrt(key_width)) if scale is None else float(scale)
         none = [None] * self.num_heads
+        weights_of_heads = zip(stacked["W_Q"], stacked.get("W_K", none), stacked["W_V"], stacked.get("W_U", none))
+        added = _read_biases(biases or {}, single, self.num_heads, {"query": key_width, "key": key_width, "value": value_width})
         self.heads = [
-            AttentionHead(X, q, k, v, u, visible, bias, scale, activation == "softmax")
-            for q, k, v, u in zip(stacked["W_Q"], stacked.get("W_K", none), stacked["W_V"], stacked.get("W_U", none))
+            AttentionHead(X, *weights_of_head, visible, bias, scale, activation == "softmax", added_to_head)
+            for weights_of_head, added_to_head in zip(weights_of_heads, zip(*added))
         ]
         self.scale, self.X = scale, X
         self.roles = (*(("query_key",) if single else ("query", "key")), "value", *(("output",) if W_U is not None else ()))
@@ -283,6 +291,25 @@ def _stacked(name: str, weight: Tensor) -> Tensor:
             f"Invalid {name} of shape {tuple(weight.shape)}. Must be a matrix, or one for each head: (H, rows, columns)."
         )
     return weight.detach().unsqueeze(0) if weight.ndim == 2 else weight.detach()
+
+
+def _read_biases(
+    biases: Mapping[str, Tensor], single: bool, heads: int, widths: Mapping[str, int]
+) -> list[list[Tensor | float]]:
+    """What is added to the queries, keys and values of each head."""
+    allowed = ("value",) if single else tuple(widths)
+    unknown = sorted(biases.keys() - set(allowed))
+    if unknown:
+        raise ValueError(f"Invalid biases {unknown}. Must be of {', '.join(allowed)}.")
+    found: list[list[Tensor | float]] = []
+    for role, width in widths.items():
+        if role not in biases:
+            found.append([0.0] * heads)
+            continue
+        if biases[role].shape not in ((heads, width), (width,)) or (biases[role].ndim == 1 and heads > 1):
+            raise ValueError(f"Invalid bias of {role} of shape {tuple(biases[role].shape)}. Must be {(heads, width)}.")
+        found.append(list(biases[role].detach().reshape(heads, width)))
+    return found
 
 
 def _read_mask(mask: Tensor | None, X: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:

@@ -61,6 +61,7 @@ class SelfAttentionHessian:
             `1 / t²`, `score_functional` ones as `1 / t`, at given attention weights.
         activation: "softmax" or "linear".
         parametrization: "query_key" or "single".
+        biases: Added to "query", "key" and "value"; constants, see `AttentionMap`.
 
     Example:
         >>> X, W = torch.eye(2), torch.eye(2)
@@ -85,11 +86,21 @@ class SelfAttentionHessian:
         scale: float | None = None,
         activation: Activation = "softmax",
         parametrization: Parametrization = "query_key",
+        biases: Mapping[str, Tensor] | None = None,
     ) -> None:
         if (Y is None) == (loss is None):
             raise ValueError("Give either Y, the target of the squared error, or loss=CrossEntropy(...) or SquaredError(...).")
         self.attention = AttentionMap(
-            X, W_Q, W_K, W_V, W_U=W_U, mask=mask, scale=scale, activation=activation, parametrization=parametrization
+            X,
+            W_Q,
+            W_K,
+            W_V,
+            W_U=W_U,
+            mask=mask,
+            scale=scale,
+            activation=activation,
+            parametrization=parametrization,
+            biases=biases,
         )
         self.loss: OutputLoss = SquaredError(Y.to(self.attention.X)) if loss is None else loss  # type: ignore[union-attr]
         self.roles, self.num_heads = self.attention.roles, self.attention.num_heads

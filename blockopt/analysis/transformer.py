@@ -236,7 +236,7 @@ class TransformerBlockHessian:
             part: "outer", "functional" or "full".
 
         Raises:
-            ValueError: For the role of a norm or a bias of attention, or if queries, keys or values have biases.
+            ValueError: For the role of a norm or a bias of attention.
         """
         check_part(part)
         inner: Part = "outer" if part == "outer" else "full"  # the second derivatives of attention or MLP are functional
@@ -245,16 +245,18 @@ class TransformerBlockHessian:
             return FeedForwardHessian(self._mlp, loss).factored(role, inner)
         if role not in ("query", "key", "value", "output") or role not in self.sizes:
             raise ValueError(f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others.")
-        biased = [name for name in ("query_bias", "key_bias", "value_bias") if name in self.sizes]
-        if biased:
-            raise ValueError(
-                f"Attention with {', '.join(biased)} has no factored form here. Use `block`, or a HessianOperator."
-            )
         loss = _KnownLoss(self._at_residual, self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1]))
         w = self._weights
-        projections = (w["query"], w["key"], w["value"])
         attention = SelfAttentionHessian(
-            self._entering, *projections, loss=loss, W_U=w.get("output"), mask=self._mask, scale=self._scale
+            self._entering,
+            w["query"],
+            w["key"],
+            w["value"],
+            loss=loss,
+            W_U=w.get("output"),
+            mask=self._mask,
+            scale=self._scale,
+            biases={name: w[f"{name}_bias"] for name in ("query", "key", "value") if f"{name}_bias" in w},
         )
         return attention.factored(role, head, inner)
 
