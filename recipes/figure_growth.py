@@ -196,7 +196,7 @@ def figure_7(run: Run) -> Outcome:
         for ax, part in zip(axes[4 * row :], ("outer value", "full value", "outer query", "full query")):
             lines = {label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()}
             growth_lines(
-                data.scales, lines, {"layer 1": exponent}, high=everywhere, title=f"depth {depth}: {part} blocks", ax=ax
+                data.scales, lines, {f"layer {depth}": exponent}, high=everywhere, title=f"depth {depth}: {part} blocks", ax=ax
             )
         for role in ROLES:
             checks.append(

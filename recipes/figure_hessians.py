@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,7 @@ def figure_4(run: Run) -> Outcome:
     for ax, role in zip(axes, ("value", "query")):
         shown = {label: block for label, block in blocks.items() if label.startswith(role)}
         entry_histograms(shown, title=f"{role.capitalize()} block, with and without softmax", ax=ax)
+        ax.sharex(axes[0])
 
     def difference(a: str, b: str) -> list[float]:
         return [x - y for x, y in zip(medians[a], medians[b])]
@@ -161,6 +163,9 @@ def figure_sink(run: Run) -> Outcome:
     axes[1].set_xticks(range(len(spectra)), list(spectra))
     axes[1].set_ylabel("eigenvalue")
     axes[1].set_yscale("symlog", linthresh=0.05)
+    top = 2 * max(float(values.abs().max()) for values in spectra.values())
+    axes[1].set_ylim(-top, top)
+    axes[1].set_yticks([-10.0, -1.0, -0.1, 0.0, 0.1, 1.0, 10.0])
     axes[1].set_title("Scalar attention: all eigenvalues, first token 3, bias b on scores", fontsize=10)
     inputs, targets = addition(run.effort.samples // 4)
     width = run.effort.small // 2
@@ -222,7 +227,7 @@ class Trained:
 
 def figure_gap_heatmap(run: Run) -> Outcome:
     """The second paper's heat maps: the Hessian of a post-norm block at initialisation and after training."""
-    number = min(3, run.effort.repeats)
+    number = run.effort.repeats
     step = run.steps("Heat maps", 2 * number)
     figure, axes = panels(2, 2, 5.4, 4.4)
     excess: dict[str, list[float]] = {"at initialisation": [], "after training": []}
@@ -261,7 +266,7 @@ def figure_gap_heatmap(run: Run) -> Outcome:
 
 def figure_gap_norms(run: Run) -> Outcome:
     """The second paper's norms: parameters and Hessian blocks by role, on one batch of 128 images."""
-    number = min(3, run.effort.repeats)
+    number = run.effort.repeats
     step = run.steps("Norms by role", number)
     parameters, curvatures = [], []
     for seed in range(number):
@@ -290,6 +295,15 @@ def figure_gap_norms(run: Run) -> Outcome:
     return Outcome("Norms of weights and Hessian blocks", setting, checks, figure)
 
 
+def moving_average(values: Tensor, decay: float) -> Tensor:
+    """The exponential moving average, with weights that sum to 1 from the start."""
+    found, total, weight = [], 0.0, 0.0
+    for value in values.tolist():
+        total, weight = decay * total + (1 - decay) * value, decay * weight + 1 - decay
+        found.append(total / weight)
+    return torch.tensor(found, dtype=values.dtype)
+
+
 def figure_loss_difference(run: Run) -> Outcome:
     """|L_{k+1} - L_k| as samples are added, against the bound 1/k; and what a step does to the loss."""
     trained = Trained(run, 0)
@@ -305,11 +319,9 @@ def figure_loss_difference(run: Run) -> Outcome:
     differences = sample_differences(torch.stack(rows)).abs()
     sizes = torch.arange(1, len(losses))
     bound = sample_bound(sizes, float(losses.max()))
-    average = differences[0].clone()
-    for k in range(1, len(average)):
-        average[k] = 0.95 * average[k - 1] + 0.05 * differences[0, k]
+    average = moving_average(differences[0], 0.95)
     rate = sample_rate(differences)
-    start = min(20, len(average) // 2)
+    start = min(100, len(average) // 2)  # a few times the memory of the average
     smooth = fit_exponent(sizes[start:] + 1.0, average[start:])
     figure, axes = panels(1, 2, 5.4, 3.8)
     ax = axes[0]
@@ -331,6 +343,7 @@ def figure_loss_difference(run: Run) -> Outcome:
     names = [name for name, _ in trained.model.named_parameters()]
     update = {n: -0.1 * g for n, g in zip(names, gradients) if n.split(".")[-1] in WEIGHTS}
     found = loss_difference(trained.model, trained.loss, update)
+    found = replace(found, labels=tuple(label.removeprefix("layer.").split(":")[0] for label in found.labels))
     loss_difference_bars(found, title="What a gradient step (lr 0.1) does to the loss", ax=axes[1])
     checks = [
         Check(f"power of k, mean of {orders} orders", "-1", rate.value, -1.1, -0.9, rate.standard_error),

@@ -49,7 +49,7 @@ class Effort:
 FULL = Effort(
     repeats=20, scales=20, width=128, deep_width=128, sequences=64, probes=20, depth=5, small=16, samples=64, steps=1000
 )
-QUICK = Effort(repeats=3, scales=10, width=128, deep_width=48, sequences=8, probes=10, depth=3, small=16, samples=64, steps=300)
+QUICK = Effort(repeats=3, scales=8, width=128, deep_width=48, sequences=8, probes=10, depth=3, small=16, samples=64, steps=300)
 TINY = Effort(repeats=2, scales=4, width=8, deep_width=6, sequences=2, probes=4, depth=2, small=4, samples=4, steps=5)
 
 

@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -72,13 +73,17 @@ def main() -> None:
     parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which one (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, to see that it runs; the numbers mean nothing")
+    parser.add_argument("--repeats", type=int, help="other than those of the mode, which full has 20 of and quick 3")
     parser.add_argument("--out", type=Path, default=Path("results/figures"), help="folder to write to (default: %(default)s)")
     arguments = parser.parse_args()
     mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
+    if arguments.repeats is not None and arguments.repeats < 1:
+        parser.error(f"Invalid --repeats {arguments.repeats}. Must be an integer >= 1.")
+    effort = replace(EFFORTS[mode], repeats=arguments.repeats or EFFORTS[mode].repeats)
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 128)
     names = list(FIGURES) if arguments.figure == "all" else [arguments.figure]
-    outcomes = {name: make(name, EFFORTS[mode], mode, arguments.out, console) for name in names}
+    outcomes = {name: make(name, effort, mode, arguments.out, console) for name in names}
     if len(outcomes) > 1:
         table = Table(title=f"All figures ({mode})", title_justify="left")
         for column in ("figure", "shows", "checks that hold", "verdict"):

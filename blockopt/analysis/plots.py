@@ -177,7 +177,7 @@ def growth_lines(
     drawn = {k: v for k, v in repeats.items() if bool((torch.isfinite(v) & (v > 0)).all())}
     data = Growth(x, drawn)
     means, errors, exponents = data.mean(), data.standard_error(), data.exponents(low, high)
-    inside = (x >= low) & (x < high)
+    inside, predicted = (x >= low) & (x < high), predicted or {}
     ax = _axis(ax, (5.6, 4.2))
     for number, (label, mean) in enumerate(means.items()):
         style, marker = next((s for part, s in PART_STYLES.items() if part in label), ("-", "o"))
@@ -193,16 +193,13 @@ def growth_lines(
             markersize=3,
             linewidth=1.2,
             capsize=2,
-            label=f"{label}: σ^{found.value:.2f}{spread}",
+            label=f"{label}: σ^{found.value:.2f}{spread}" + (f", predicted {predicted[label]:g}" if label in predicted else ""),
         )
-        if predicted and label in predicted:
+        if label in predicted:
             exponent = predicted[label]
             level = (mean[inside].log() - exponent * x[inside].log()).mean()
             line = (level + exponent * x.log()).exp()
             ax.plot(x.tolist(), line.tolist(), color="#777777", linestyle=(0, (5, 3)), linewidth=0.8, zorder=1)
-            ax.annotate(
-                f"{exponent:g}", (float(x[0]), float(line[0])), xytext=(-11, -3), textcoords="offset points", fontsize=7
-            )
     if logarithmic:
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -210,7 +207,7 @@ def growth_lines(
         ax.set_ylim(float(lowest) / 5, float(top) * 5)
     if float(x[0]) < high < float(x[-1]):
         ax.axvline(high, color="black", linestyle=":", linewidth=0.9)
-    ax.set_xlabel("σ, scale of the data" + ("" if predicted is None else " (dashed: predicted exponents)"))
+    ax.set_xlabel("σ, scale of the data")
     ax.set_ylabel("Frobenius norm")
     ax.set_title(title, fontsize=10)
     ax.legend(fontsize=7)
@@ -239,7 +236,7 @@ def sorted_eigenvalues(
         name = f"{label}: {float(v[-1]):.2g} to {float(v[0]):.2g}"
         style = ("-", "--", ":", "-.")[number % 4]
         ax.plot(places, v.tolist(), color=role_color(label, number), linestyle=style, linewidth=1.3, label=name)
-    ax.set_yscale("symlog", linthresh=threshold or _threshold(values))
+    _symmetric_log(ax, "y", threshold or _threshold(values), max(float(v.abs().max()) for v in values.values()))
     ax.axhline(0, color="black", linewidth=0.6)
     ax.set_xlabel("rank, as a share of all eigenvalues")
     ax.set_ylabel("eigenvalue (symmetric log)")
@@ -282,7 +279,7 @@ def spectral_densities(
         density = s.density(grid, width).clamp(min=1e-5)
         style = ("-", "--", ":", "-.")[number % 4]
         ax.plot(ticks.tolist(), density.tolist(), color=role_color(label, number), linestyle=style, linewidth=1.3, label=name)
-    ax.set_xscale("symlog", linthresh=threshold)
+    _symmetric_log(ax, "x", threshold, float(ticks.abs().max()))
     ax.set_yscale("log")
     ax.set_ylim(bottom=1e-4)
     ax.set_xlabel("eigenvalue (symmetric log)")
@@ -371,6 +368,17 @@ def _axis(ax: Axes | None, size: tuple[float, float]) -> Any:
     if ax is not None:
         return ax
     return _matplotlib("figure").Figure(figsize=size, layout="constrained").subplots()
+
+
+def _symmetric_log(ax: Any, which: str, threshold: float, largest: float) -> None:
+    """Such a scale, with at most four ticks on each side of zero: by default they overlap."""
+    lowest, highest = math.ceil(math.log10(threshold)) + 1, math.floor(math.log10(max(largest, 100 * threshold)))
+    powers = range(highest, lowest - 1, -max(1, math.ceil((highest - lowest + 1) / 4)))
+    ticks = [0.0, *(sign * 10.0**power for power in powers for sign in (-1, 1))]
+    getattr(ax, f"set_{which}scale")("symlog", linthresh=threshold)
+    axis = getattr(ax, f"{which}axis")
+    axis.set_ticks(ticks)
+    axis.set_minor_locator(_matplotlib("ticker").NullLocator())
 
 
 def _numbers(values: Tensor) -> Tensor:
