@@ -1,4 +1,4 @@
-"""`python -m blockopt describe gpt2`: the command line."""
+"""`python -m blockopt describe gpt2`, `python -m blockopt hessian gpt2 --text file.txt`: the command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from blockopt import _cli_hessian
 from blockopt.blocks import ROW_ROLES, find_blocks
 from blockopt.describe import describe
 
@@ -72,7 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="ROLE",
         help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
+    hessian = "spectra and block table of a causal language model on a text"
+    _cli_hessian.add_arguments(commands.add_parser("hessian", help=hessian, description=f"{hessian.capitalize()}."))
     options = parser.parse_args(arguments)
+    return _cli_hessian.run(options) if options.command == "hessian" else _describe(options)
+
+
+def _describe(options: argparse.Namespace) -> int:
     model = build_from_config(options.model)
     try:
         blocks = find_blocks(model, per_head=not options.no_per_head, per_row=options.per_row)
