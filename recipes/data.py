@@ -118,8 +118,8 @@ def load_data(
         ConnectionError: If the hub is needed and cannot be reached.
         OSError: If the disk is full.
     """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"Invalid validation_fraction={validation_fraction}. Must be more than 0 and less than 1.")
+    if not 0 < validation_fraction <= 0.5:
+        raise ValueError(f"Invalid validation_fraction={validation_fraction}. Must be more than 0 and at most 0.5.")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"Invalid max_tokens={max_tokens}. Must be >= 1.")
     cache = default_cache() if cache is None else Path(cache)
@@ -173,7 +173,7 @@ def _digits(source: str) -> int:
 def write_addition(folder: Path, digits: int, validation_fraction: float, max_tokens: int | None) -> dict[str, Any]:
     """Different random sums, a row each, split by a hash of the sum."""
     number = EXAMPLES if max_tokens is None else max(1, max_tokens // (3 * digits + 3))
-    drawn = int(number / (1 - validation_fraction)) + 1
+    drawn = int(1.1 * number / (1 - validation_fraction)) + 100  # some are held out, some drawn twice
     inputs, targets = addition(drawn, digits, answers_only=False)
     rows = torch.cat([inputs, targets[:, -1:]], dim=1).to(torch.uint8).numpy()
     sides: tuple[list[bytes], list[bytes]] = ([], [])

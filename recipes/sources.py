@@ -69,14 +69,18 @@ def open_source(
     raise ValueError(f"Unknown data {name!r}. {POSSIBLE}.")
 
 
-def held_out(identity: str, fraction: float) -> bool:
+def held_out(name: str, fraction: float) -> bool:
     """Whether a document is held out: true for that fraction of all names, by a hash that is the same everywhere.
 
     Example:
         >>> sum(held_out(str(i), 0.05) for i in range(10_000))
-        512
+        508
     """
-    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big") < fraction * 2**64
+    return _place(name) < fraction
+
+
+def _place(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 def split(named: Iterable[tuple[str, str]], fraction: float) -> Iterator[Document]:
@@ -89,23 +93,23 @@ def split(named: Iterable[tuple[str, str]], fraction: float) -> Iterator[Documen
         Document(text='second line\n', validation=True)
     """
     rest = iter(named)
-    first = list(itertools.islice(rest, math.ceil(10 / fraction)))  # more than these: one is held out but for 1 in 20,000
-    sides = {held_out(name, fraction) for name, _ in first}
-    by_name = len(first) >= 1 / fraction and len(sides) == 2
-    for name, text in itertools.chain(first, rest):
-        if by_name:
-            yield Document(text, held_out(name, fraction))
-        else:
-            cut = int(len(text) * (1 - fraction))
-            cut = text.rfind("\n", cut // 2, cut) + 1 or cut  # at a line break, if one is near
+    first = list(itertools.islice(rest, max(20, math.ceil(10 / fraction))))
+    if len(first) < max(20, 1 / fraction):
+        for _, text in first:
+            near, cut = (int(len(text) * (1 - share)) for share in (2 * fraction, fraction))
+            cut = text.rfind("\n", near, cut) + 1 or cut
             yield from (Document(part, at_end) for part, at_end in ((text[:cut], False), (text[cut:], True)) if part)
+        return
+    lowest = min(_place(name) for name, _ in first)
+    for name, text in itertools.chain(first, rest):
+        yield Document(text, held_out(name, fraction) or _place(name) == lowest)  # one at least
 
 
 def standard_library() -> dict[str, Path]:
     """The modules of Python's standard library, without its tests: {relative name: path}."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    found = {}
+    found: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - skipped
         found |= {(path := Path(folder, name)).relative_to(root).as_posix(): path for name in names if name.endswith(".py")}
@@ -268,8 +272,8 @@ def hub_revision(repository: str, cache: Path) -> str | None:
 def _offline(name: str, error: Exception) -> ConnectionError:
     return ConnectionError(
         f"Cannot reach the Hugging Face hub for {name!r} ({type(error).__name__}). Prepare it once where there is a network, "
-        f"with `python recipes/data.py --data {name}` and the same cache folder; or set HF_HUB_OFFLINE=1 if the hub's own cache has "
-        f"it; or use data that need no network. {POSSIBLE}."
+        f"with `python recipes/data.py --data {name}` and the same cache folder; or set HF_HUB_OFFLINE=1 if the hub's own "
+        f"cache has it; or use data that need no network. {POSSIBLE}."
     )
 
 

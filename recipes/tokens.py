@@ -83,7 +83,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, characters: int = TRA
     Example:
         >>> tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=260)
         >>> tokenizer.encode("to bé").tokens, tokenizer.decode(tokenizer.encode("to bé").ids)
-        (['to', 'Ġb', 'Ã', '©'], 'to bé')
+        (['to', 'Ġ', 'b', 'Ã', '©'], 'to bé')
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -241,8 +241,8 @@ def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         except Timeout:
             say(f"another process is writing {folder}: waiting for it")
             lock.acquire()
-    except PermissionError as error:
-        raise PermissionError(f"{_not_writable(folder)}: {error}") from error
+    except OSError as error:
+        raise OSError(error.errno, f"{_not_writable(folder)}: {error.strerror}") from error
     try:
         record, damage = read_record(folder)
         if record is not None:
