@@ -1,0 +1,169 @@
+"""From runs to rows: the loss of each arm, its difference to AdamW seed by seed, the steps it needs, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from recipes.arms import BASELINE
+from recipes.paired_statistics import Estimate, estimate, mean_crossing, paired_difference, steps_to_target, verdict
+from recipes.runs import RunResult
+from recipes.studies import ArmOutcome, Study
+
+# What to set against what: what scales add, whether they must be the measured ones, ours against others of the same kind.
+PAIRS = (
+    *((f"{base}+{curvature}", base) for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon")
+      for curvature in ("newton", "analytic")),
+    *((f"{base}-{control}", base) for base in ("block-adamw+newton", "block-adamw+analytic", "adamw-ratios")
+      for control in ("shuffled", "inverted")),
+    ("block-sgd", "sgd"), ("block-adamw-block", "adam-mini"), ("block-muon", "muon"),
+    ("block-adamw+newton", "adamw-groups"), ("block-adamw+newton", "adamw-ratios"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps to the loss that AdamW ends at, as a part of AdamW's steps.
+
+    Attributes:
+        part: Geometric mean over seeds; a bound if `kind` says so.
+        low: Lower end of the 95 % interval, NaN if there is none.
+        high: Upper end.
+        kind: "at", or "before" (at most `part`), "after" (more than `part`: not reached), "mixed".
+    """
+
+    part: float
+    low: float
+    high: float
+    kind: str
+
+    def __str__(self) -> str:
+        sign = {"at": "", "before": "≤ ", "after": "> ", "mixed": "~ "}[self.kind]
+        return f"{sign}{self.part:.2f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of the table.
+
+    Attributes:
+        outcome: Its runs.
+        loss: Final loss at the main length over the test seeds.
+        difference: To AdamW, paired by seed.
+        verdict: "better", "worse", "unclear" or "diverged", against AdamW; "baseline" for itself.
+        steps: To AdamW's loss; None if the study has one length only.
+        gradient_evaluations: A run at the main length, with those of the curvature.
+        seconds: The same, with curvature.
+        curvature_share: Part of the seconds that curvature takes.
+        state_bytes: A parameter.
+        diverged: How many of the test runs, of all lengths.
+    """
+
+    outcome: ArmOutcome
+    loss: Estimate
+    difference: Estimate
+    verdict: str
+    steps: Steps | None
+    gradient_evaluations: float
+    seconds: float
+    curvature_share: float
+    state_bytes: float
+    diverged: int
+
+    @property
+    def name(self) -> str:
+        """Of the arm."""
+        return self.outcome.arm.name
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two arms set against each other, seed by seed."""
+
+    name: str
+    against: str
+    difference: Estimate
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished study.
+
+    Attributes:
+        study: The protocol.
+        rows: One an arm, lowest loss first.
+        pairs: Arms that differ in one thing.
+        left_out: `{arm: why}`, for arms whose package is not installed.
+    """
+
+    study: Study
+    rows: list[Row]
+    pairs: list[Pair]
+    left_out: dict[str, str]
+
+    def test_runs(self) -> list[RunResult]:
+        """All test runs, of all arms and lengths."""
+        return [run for row in self.rows for runs in row.outcome.tests.values() for run in runs.values()]
+
+    def row(self, name: str) -> Row:
+        """The row of an arm."""
+        return next(row for row in self.rows if row.name == name)
+
+
+def compared(study: Study, outcomes: Sequence[ArmOutcome], left_out: dict[str, str]) -> Comparison:
+    """Make rows and pairs of what was run.
+
+    Raises:
+        ValueError: If AdamW, which all are compared with, is not among the outcomes.
+    """
+    by_name = {outcome.arm.name: outcome for outcome in outcomes}
+    if BASELINE not in by_name:
+        raise ValueError(f"Invalid outcomes of {list(by_name)}. Must hold {BASELINE}, which all are compared with.")
+    rows = [_row(outcome, by_name[BASELINE], study) for outcome in outcomes]
+    pairs = []
+    for name, against in PAIRS:
+        if name in by_name and against in by_name:
+            difference = paired_difference(finals(by_name[name], study.steps), finals(by_name[against], study.steps))
+            pairs.append(Pair(name, against, difference, verdict(difference)))
+    return Comparison(study, sorted(rows, key=lambda row: row.loss.mean), pairs, left_out)
+
+
+def finals(outcome: ArmOutcome, steps: int) -> dict[int, float]:
+    """Final loss of each test seed at a length."""
+    return {seed: result.final for seed, result in outcome.tests[steps].items()}
+
+
+def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
+    results = list(outcome.tests[study.steps].values())
+    losses = finals(outcome, study.steps)
+    difference = paired_difference(losses, finals(baseline, study.steps))
+    seconds = fmean(result.seconds for result in results)
+    return Row(
+        outcome=outcome,
+        loss=estimate(list(losses.values())),
+        difference=difference,
+        verdict="baseline" if outcome is baseline else verdict(difference),
+        steps=_steps(outcome, baseline, study.steps) if len(outcome.tests) > 1 else None,
+        gradient_evaluations=fmean(result.gradient_evaluations for result in results),
+        seconds=seconds,
+        curvature_share=fmean(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
+        state_bytes=fmean(result.state_bytes for result in results),
+        diverged=sum(result.diverged is not None for runs in outcome.tests.values() for result in runs.values()),
+    )
+
+
+def _steps(outcome: ArmOutcome, baseline: ArmOutcome, main: int) -> Steps | None:
+    """Each seed's steps to the loss that AdamW has with the same seed at the main length."""
+    seeds = set.intersection(*(set(runs) for runs in outcome.tests.values()))
+    crossings = []
+    for seed in sorted(seeds):
+        target = baseline.tests[main][seed].final
+        if not math.isfinite(target):
+            return None
+        crossings.append(steps_to_target({steps: runs[seed].final for steps, runs in outcome.tests.items()}, target))
+    logs, kind = mean_crossing(crossings)
+    part, low, high = (math.exp(value) / main for value in (logs.mean, logs.low, logs.high))
+    return Steps(part, *((low, high) if kind == "at" else (math.nan, math.nan)), kind)
