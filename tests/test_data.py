@@ -20,6 +20,14 @@ ROOT = Path(__file__).parent.parent
 END = "<|endoftext|>"
 
 
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Nothing is written outside of the test's folder."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("BLOCKOPT_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"

@@ -20,6 +20,14 @@ pytest.importorskip("tokenizers")
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Nothing is written outside of the test's folder."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("BLOCKOPT_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
@@ -166,20 +174,19 @@ WORKER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-import recipes.data
+from recipes.sources import open_source
+from recipes.tokens import cached, write_tokens
 corpus, cache, name = sys.argv[1:]
-write = recipes.data.write_tokens
-def slow(folder, *arguments, **options):
-    record = write(folder, *arguments, **options)
+source = open_source(corpus, cache=Path(cache), validation_fraction=0.05, text_column="text", streaming=False, max_tokens=None)
+def build(folder):
+    record = write_tokens(folder, source, "corpus", tokenizer=None, vocab_size=300, max_tokens=None)
     Path(name + ".writing").touch()
     time.sleep(60 if name.endswith("first") else 0.3)
     return record
-recipes.data.write_tokens = slow
 Path(name + ".ready").touch()
-while name.endswith(("second", "third")) and not Path(cache, "go").exists():
+while not name.endswith("first") and not Path(cache, "go").exists():
     time.sleep(0.01)
-data = recipes.data.load_data(corpus, vocab_size=300, cache=Path(cache))
-print(data.key, data.train.long().sum().item(), len(data.train), len(data.validation))
+print(cached(Path(cache, "tokens", "key"), build))
 """
 
 
@@ -198,7 +205,7 @@ def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(co
         processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until((tmp_path / "first.writing").exists)
-        assert list((cache / "tokens").glob(".*.part/train.bin"))
+        assert (cache / "tokens" / ".key.part" / "train.bin").exists()
         until(lambda: (tmp_path / "second.ready").exists() and (tmp_path / "third.ready").exists())
         (cache / "go").touch()
         time.sleep(0.3)
@@ -211,10 +218,12 @@ def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(co
             process.communicate()
     assert [processes[name].returncode for name in processes] == [-signal.SIGKILL, 0, 0], results
     assert (tmp_path / "second.writing").exists() + (tmp_path / "third.writing").exists() == 1
-    data = load(corpus, tmp_path / "other")
-    expected = f"{data.key} {data.train.long().sum().item()} {len(data.train)} {len(data.validation)}\n"
-    assert [output for output, _ in results] == [expected, expected]
-    assert not list((cache / "tokens").glob(".*.part"))
+    assert results[0][0] == results[1][0]
+    assert "vocab_size': 300" in results[0][0]
+    assert sorted(path.name for path in (cache / "tokens").iterdir()) == [".key.lock", "key"]
+    expected = folder_of(load(corpus, tmp_path / "other"), tmp_path / "other")
+    for name in ("train.bin", "validation.bin", "tokenizer.json", "meta.json"):
+        assert (cache / "tokens" / "key" / name).read_bytes() == (expected / name).read_bytes()
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------------------
