@@ -20,6 +20,7 @@ from recipes.figure_models import (
     Transformer,
     estimated_norms,
     last_layer_norms,
+    linear_mlp_norms,
     normal,
 )
 from recipes.figure_report import Check, Outcome, Run, exponent_check
@@ -232,19 +233,12 @@ def figure_8(run: Run) -> Outcome:
             x = (normal(generator, CLASSES, width, width=width) * (sigma / 0.8 * math.sqrt(width))).detach()[inputs[counts]]
             weights = [normal(generator, width, width, width=width).detach() for _ in range(depth - 1)]
             weights.append(normal(generator, width, CLASSES, width=width).detach())
-            after = [torch.eye(CLASSES, dtype=torch.float64)]
-            for W in reversed(weights[1:]):
-                after.insert(0, W @ after[0])
-            found = {}
-            for layer in range(depth):
-                # H = c XᵀX ⊗ A Aᵀ, for what comes into a layer and what is above it: the norm is the product of two
-                norm = 2 / (len(x) * CLASSES) * (x.mT @ x).norm() * (after[layer] @ after[layer].mT).norm()
-                found[f"layer {layer + 1}"] = float(norm)
-                x = x @ weights[layer]
-            return found
+            norms = linear_mlp_norms(x, weights)
+            return {f"layer {layer + 1}": norm for layer, norm in enumerate(norms)}
 
         data = run.growth(functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 8, depth {depth}")
         growth_lines(data.scales, data.norms, {"layer 1": 2}, high=math.inf, title=f"linear MLP, depth {depth}", ax=ax)
+        ax.legend(fontsize=6, loc="lower right")
         found = data.exponents()
         far = max(found, key=lambda label: abs(found[label].value - 2))
         checks.append(

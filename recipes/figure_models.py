@@ -240,3 +240,19 @@ def estimated_norms(
         products["full"] = products["outer"] + products["functional"]
         found.update({f"{part} {role}": float(p.square().sum(0).mean().sqrt()) for part, p in products.items()})
     return found
+
+
+def linear_mlp_norms(x: Tensor, weights: Sequence[Tensor]) -> list[float]:
+    """Exact Frobenius norms of the diagonal blocks of `F.mse_loss(x W_1 ... W_D, any target)`, x (N, d).
+
+    A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product of the weights above it, A: its norm is
+    the product of two.
+    """
+    above = [torch.eye(weights[-1].shape[1], dtype=x.dtype)]
+    for W in reversed(weights[1:]):
+        above.insert(0, W @ above[0])
+    factor, norms = 2 / (len(x) * weights[-1].shape[1]), []
+    for W, A in zip(weights, above):
+        norms.append(float(factor * (x.mT @ x).norm() * (A @ A.mT).norm()))
+        x = x @ W
+    return norms
