@@ -113,6 +113,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """A causal language model."""
 
+    _no_split_modules = ("Block",)  # what accelerate makes FSDP2 shard one by one
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.config = config

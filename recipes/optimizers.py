@@ -216,6 +216,13 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what accelerate puts around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def take_step(optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
     """Take one step; for Sophia, which wants the diagonal of the Hessian now and then, measure that first.
 
@@ -223,9 +230,7 @@ def take_step(optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
         optimizer: Wrapped by accelerate or not.
         loss: Of a batch, by a model that DDP does not wrap.
     """
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):
-        inner = inner.optimizer
+    inner = unwrapped(optimizer)
     if type(inner).__name__ == "SophiaH" and inner.param_groups[0].get("step", 0) % inner.update_period == 0:
         inner.step(hessian=hessian_diagonal([p for group in inner.param_groups for p in group["params"]], loss))
     else:

@@ -97,7 +97,7 @@ def test_without_a_whole_checkpoint_nothing_is_guessed(tmp_path):
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
     path = Checkpoints(tmp_path).save(1, {"code": Path("x")})
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_checkpoint(path)
 
 

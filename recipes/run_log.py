@@ -1,0 +1,102 @@
+"""The log of a run: one JSON object a line, each step once, also when the run was killed and resumed.
+
+{"kind": "config", "arguments": {…}, "git": "6917c69", "versions": {…}, "seeds": {…}, "data": {…}, "parameters": 462816}
+{"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3, "tokens_per_second": 21000.0, "seconds": 0.1}
+{"kind": "evaluation", "step": 100, "loss": 4.2}
+{"kind": "scales", "step": 101, "scales": {"query": 1.7, …}}
+{"kind": "resumed", "step": 200}
+{"kind": "end", "step": 1000, "loss": 3.1}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import blockopt
+
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")
+
+
+class RunLog:
+    """A JSONL file that is written line by line.
+
+    Args:
+        path: The file; it is made if need be, and added to.
+        after: Leave out what an earlier part of the run wrote beyond this step, which will be done again.
+    """
+
+    def __init__(self, path: Path, after: int | None = None) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if after is not None and path.exists():
+            kept = [line for line in read_log(path) if line.get("step", 0) <= after and line["kind"] != "end"]
+            part = path.with_name(f".{path.name}.part")
+            with part.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Add a line; what a process has written stays when it is killed."""
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Force it to disk: before a checkpoint, so that no log is ever behind its checkpoint."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; one that a kill cut off at the end is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    """The training loss of each step."""
+    return {line["step"]: line["loss"] for line in read_log(path) if line["kind"] == "step"}
+
+
+def describe_run() -> dict[str, Any]:
+    """Command, time, code and versions of this run."""
+    versions = {"blockopt": blockopt.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "git": git_hash(),
+        "versions": versions,
+    }
+
+
+def git_hash() -> str | None:
+    """The commit of this repository, with "-dirty" if files differ from it; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

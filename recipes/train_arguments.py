@@ -1,0 +1,91 @@
+"""The flags of `recipes/train.py`, looked at before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+
+import blockopt
+from recipes.data import add_data_arguments
+from recipes.models import add_model_arguments, check_model_arguments
+from recipes.optimizers import NAMES, check_optimizer
+from recipes.schedules import SCHEDULES, schedule
+
+
+def make_parser(about: str | None) -> argparse.ArgumentParser:
+    """All flags, under the description of the script."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_arguments(parser)
+    add_model_arguments(parser)
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", default="block-adamw", metavar="NAME", help=f"{', '.join(NAMES)} (default: %(default)s)")
+    group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices (default: %(default)s)")
+    group.add_argument("--betas", type=float, nargs=2, help="(default: 0.9 0.95, or what is usual for the optimizer)")
+    group.add_argument("--momentum", type=float, help="of SGD or Muon (default: 0.9 or 0.95)")
+    group.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient, 0 for any (default: %(default)s)")
+    group.add_argument("--schedule", choices=SCHEDULES, help="(default: cosine, or constant for schedulefree)")
+    group.add_argument("--warmup", type=int, help="steps (default: a tenth)")
+    group.add_argument("--final", type=float, default=0.0, help="learning rate at the end, relative (default: %(default)s)")
+    group.add_argument("--decay", type=float, default=0.2, help="part of the steps that WSD decays in (default: %(default)s)")
+    group = parser.add_argument_group("block learning rates")
+    group.add_argument("--curvature", choices=blockopt.block_lr.NAMES, help="attach a BlockLR that measures this")
+    group.add_argument("--curvature-every", type=int, default=100, help="steps between refreshes (default: %(default)s)")
+    group.add_argument("--curvature-power", type=float, default=-0.5, help="of the curvature (default: %(default)s)")
+    group.add_argument("--curvature-by", default="role", choices=("role", "layer", "tensor", "head"), help="blocks that share")
+    group = parser.add_argument_group("run")
+    group.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
+    group.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all processes (default: %(default)s)")
+    group.add_argument("--accumulate", type=int, default=1, help="micro-batches a step (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of the model and the order of the data (default: %(default)s)")
+    group.add_argument("--precision", choices=("no", "bf16"), help="(default: as accelerate is configured, else no)")
+    group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="with torch.compile")
+    group.add_argument("--cpu", action="store_true", help="even if there is a GPU")
+    group.add_argument("--output", type=Path, default=Path("results/train"), help="folder of the run (default: %(default)s)")
+    group.add_argument("--resume", action="store_true", help="go on from the last checkpoint, or start if there is none")
+    group.add_argument("--checkpoint-every", type=int, default=200, help="steps, 0 for at the end only (default: %(default)s)")
+    group.add_argument("--keep", type=int, default=2, help="checkpoints to keep (default: %(default)s)")
+    group.add_argument("--eval-every", type=int, default=200, help="steps, 0 for at the end only (default: %(default)s)")
+    group.add_argument("--eval-batches", type=int, default=16, help="of held-out data, 0 for none (default: %(default)s)")
+    group.add_argument("--print-every", type=int, default=50, help="steps, where there is no terminal (default: %(default)s)")
+    trackers = [str(tracker.value) for tracker in LoggerType if tracker.value != "all"]
+    group.add_argument("--track", choices=trackers, metavar="TRACKER", help=f"also log to one of {', '.join(trackers)}")
+    return parser
+
+
+def parse(argv: list[str] | None = None, about: str | None = None) -> argparse.Namespace:
+    """The flags; those that are wrong end the program with code 2."""
+    parser = make_parser(about)
+    arguments = parser.parse_args(argv)
+    if arguments.schedule is None:
+        arguments.schedule = "constant" if arguments.optimizer == "schedulefree" else "cosine"
+    if arguments.warmup is None:
+        arguments.warmup = arguments.steps // 10
+    least = {"steps": 1, "batch_size": 1, "accumulate": 1, "keep": 1, "curvature_every": 1, "print_every": 1}
+    least |= {"checkpoint_every": 0, "eval_every": 0, "eval_batches": 0, "clip": 0, "weight_decay": 0, "warmup": 0, "final": 0}
+    for name, smallest in least.items():
+        if not smallest <= getattr(arguments, name) < math.inf:
+            parser.error(f"Invalid --{name.replace('_', '-')}={getattr(arguments, name)}. Must be >= {smallest}.")
+    if not 0 < arguments.lr < math.inf:
+        parser.error(f"Invalid --lr={arguments.lr}. Must be > 0.")
+    if any(not 0 <= beta < 1 for beta in [*(arguments.betas or []), arguments.momentum or 0]):
+        parser.error(f"Invalid --betas={arguments.betas}, --momentum={arguments.momentum}. Must be in [0, 1).")
+    if arguments.optimizer == "schedulefree" and arguments.schedule != "constant":
+        parser.error(f"Invalid --schedule={arguments.schedule}. Must be constant for schedulefree, which averages instead.")
+    if arguments.track is not None and arguments.track not in get_available_trackers():
+        parser.error(f"--track {arguments.track} needs a package that is not installed: pip install {arguments.track}")
+    shares = int(os.environ.get("WORLD_SIZE", "1")) * arguments.accumulate
+    if arguments.batch_size % shares:
+        parser.error(f"Invalid --batch-size={arguments.batch_size}. Must be a multiple of {shares}, processes x --accumulate.")
+    try:
+        schedule(arguments.schedule, 0, arguments.steps, warmup=arguments.warmup, decay=arguments.decay)
+        check_optimizer(arguments.optimizer)
+        check_model_arguments(arguments)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    return arguments
