@@ -223,15 +223,18 @@ def _spectra_figure(report: HessianReport, title: str) -> Figure | None:
     largest = max((float(spectrum.nodes.abs().max()) for spectrum in spectra.values()), default=0.0)
     if not largest > 0:
         return None
+    exact = all(block.exact for block in report.blocks.values())
+    threshold = (1e-6 if exact else 1e-4) * largest
     figure = Figure(figsize=(8, 1.4 + 0.85 * len(spectra)), layout="constrained")
     axes = figure.subplots(len(spectra), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (label, spectrum) in zip(axes, spectra.items()):
-        spectral_densities({label: spectrum}, threshold=1e-6 * largest, title="", ax=axis)
+        spectral_densities({label: spectrum}, threshold=threshold, title="", ax=axis)
         axis.set_xlabel("")
         axis.set_ylabel("")
         axis.axvline(0, color="#999999", linewidth=0.5)
         axis.legend(fontsize=7, loc="upper right", frameon=False, handlelength=0.8)
-    axes[-1].set_xlabel(f"eigenvalue (logarithmic on both sides of {1e-6 * largest:.0e})")
+    caution = "" if exact else "\nestimated by Lanczos steps, which do not tell apart what is near 0 in the range of a block"
+    axes[-1].set_xlabel(f"eigenvalue (linear up to {threshold:.0e}, logarithmic beyond){caution}", fontsize=9)
     axes[-1].tick_params(axis="x", labelsize=8, rotation=60)
     figure.supylabel("density per decade", fontsize=9)
     figure.suptitle(f"Spectra of {report.matrix} blocks: {title}", fontsize=10)

@@ -34,6 +34,9 @@ OPERATORS: dict[str, type[ModelOperator]] = {
     "functional": FunctionalOperator,
 }
 TOLERANCE = 1e-4  # of the top eigenvalues, relative to the largest
+# Of the symmetric log, relative to the largest eigenvalue. Lanczos puts what is nearer to 0 on arbitrary places: with 1e-6, the
+# distance of estimated spectra is 0.81 where that of the true ones is 0.64; with 1e-2, it is 0.27 for both.
+LOG_THRESHOLD = 1e-2
 ENTRIES_A_PRODUCT = 2**25  # of the columns that go into one product: a quarter of a GiB
 
 
@@ -86,8 +89,8 @@ class HessianReport:
         blocks: `{label: its diagonal block}`.
         mass: The share of every pair of blocks in the squared Frobenius norm.
         spread: How far the Frobenius norms of the blocks are apart.
-        distance: The Jensen-Shannon distances between the spectra of the blocks on a "linear" and a "symmetric log" axis;
-            empty for fewer than two spectra.
+        distance: The Jensen-Shannon distances between the spectra of the blocks on a "linear" and a "symmetric log" axis,
+            which is linear up to 1 % of the largest eigenvalue; empty for fewer than two spectra.
         asymmetry: `|u·Av − v·Au| / (‖Au‖ + ‖Av‖)` for random u and v: the precision of the products.
         cost: What was foreseen.
         seconds: What it took.
@@ -349,7 +352,12 @@ def _distances(measured: Mapping[str, BlockReport]) -> dict[str, JensenShannon]:
     spectra = {label: block.spectrum for label, block in measured.items() if block.spectrum is not None}
     if len(spectra) < max(2, len(measured)):
         return {}
-    return {"linear": jensen_shannon(spectra), "symmetric log": jensen_shannon(spectra, axis="symmetric log")}
+    largest = max(float(spectrum.nodes.abs().max()) for spectrum in spectra.values())
+    threshold = LOG_THRESHOLD * largest or 1.0
+    return {
+        "linear": jensen_shannon(spectra),
+        "symmetric log": jensen_shannon(spectra, axis="symmetric log", threshold=threshold),
+    }
 
 
 def _row(label: str, block: BlockReport) -> dict[str, Any]:
