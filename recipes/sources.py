@@ -144,14 +144,15 @@ def files_at(name: str) -> dict[str, Path]:
 def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Source:
     """Text files, each a document (or several, with <|endoftext|> between), and rows of JSONL and Parquet files.
 
-    Files called `validation`, `valid` or `val` (a word of the name, as in `data-valid.jsonl`) are held out as a whole.
+    Files called `validation`, `valid` or `val` (a word of the name, as in `data-valid.jsonl`) are held out as a whole;
+    not so modules of Python, where the name says something else.
     """
     order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())  # so that the first million is no letter A
     content = hashlib.sha256()
     for name in order:
         content.update(json.dumps([name, _digest(files[name])]).encode())
     word = re.compile(r"(^|[._/-])(validation|valid|val)([._/-]|$)")
-    valid = {name for name in order if word.search(name)}
+    valid = {name for name in order if word.search(name) and not name.endswith(".py")}
 
     def of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         names = list(names)
@@ -215,9 +216,11 @@ def texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[t
 def from_hub(name: str, cache: Path, fraction: float, text_column: str, streaming: bool) -> Source:
     """A data set of the hub, at its present revision; offline at the revision that was last seen."""
     repository, _, config = name.partition(":")
-    revision = hub_revision(repository, cache)
+    revision, unreachable = hub_revision(repository, cache)
 
     def documents() -> Iterator[Document]:
+        if unreachable:
+            raise _offline(repository, unreachable) from unreachable
         datasets = quiet_datasets()
         try:
             parts = datasets.load_dataset(repository, config or None, revision=revision, streaming=streaming)
@@ -242,10 +245,13 @@ def from_hub(name: str, cache: Path, fraction: float, text_column: str, streamin
     return Source(f"hub {name} {revision}", documents)
 
 
-def hub_revision(repository: str, cache: Path) -> str | None:
-    """The data set's commit; offline the one last seen, or None if HF_HUB_OFFLINE asks for whatever copy there is."""
-    quiet_datasets()
-    import huggingface_hub
+def hub_revision(repository: str, cache: Path) -> tuple[str | None, Exception | None]:
+    """The data set's commit, and why it cannot be loaded, if so.
+
+    Without a network the commit is the one last seen, whose tokens may be in the cache; it may be loaded if HF_HUB_OFFLINE asks
+    for the copy that the hub's own cache has. Then the commit may be None, for whatever copy there is.
+    """
+    huggingface_hub = quiet_hub()
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     seen = cache / "hub" / f"{repository.replace('/', '--')}.json"
@@ -256,17 +262,16 @@ def hub_revision(repository: str, cache: Path) -> str | None:
     except RepositoryNotFoundError as error:
         raise ValueError(f"Unknown data {repository!r}: the hub has no such data set. {POSSIBLE}.") from error
     except Exception as error:  # of the network, whose classes depend on the hub's version
-        if seen.exists():
-            return str(json.loads(seen.read_text())["revision"])
-        if isinstance(error, OfflineModeIsEnabled):
-            return None
-        raise _offline(repository, error) from error
+        wanted = isinstance(error, OfflineModeIsEnabled)
+        if not seen.exists() and not wanted:
+            raise _offline(repository, error) from error
+        return json.loads(seen.read_text())["revision"] if seen.exists() else None, None if wanted else error
     if not seen.exists() or json.loads(seen.read_text())["revision"] != revision:
         seen.parent.mkdir(parents=True, exist_ok=True)
         part = seen.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({"revision": revision}))
         os.replace(part, seen)
-    return revision
+    return revision, None
 
 
 def _offline(name: str, error: Exception) -> ConnectionError:
@@ -277,9 +282,20 @@ def _offline(name: str, error: Exception) -> ConnectionError:
     )
 
 
-def quiet_datasets() -> Any:
-    """The `datasets` package without its telemetry, log messages and, where nobody watches, progress bars."""
+def quiet_hub() -> Any:
+    """The `huggingface_hub` package without its telemetry and log messages."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError("The hub needs the package `huggingface_hub`: pip install huggingface_hub") from error
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
+    return huggingface_hub
+
+
+def quiet_datasets() -> Any:
+    """The `datasets` package without telemetry, log messages and, where nobody watches, progress bars."""
+    quiet_hub()
     try:
         import datasets
     except ImportError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.sources import END_OF_TEXT, Document, Source
+from recipes.sources import END_OF_TEXT, Document, Source, quiet_hub
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +52,7 @@ def open_tokenizer(name: str) -> Tokenizer:
             raise ValueError(f"{path} is no tokenizer of the `tokenizers` package: {error}") from error
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or path.exists():
         raise FileNotFoundError(f"No tokenizer {str(path)!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'.")
-    import huggingface_hub
+    huggingface_hub = quiet_hub()
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:

@@ -249,8 +249,7 @@ def hub(monkeypatch):
 
     def load_dataset(name, config, *, revision, streaming):
         assert (name, config, revision) == ("someone/stories", "short", hub["revision"])
-        if not hub["online"]:
-            raise ConnectionError("Couldn't reach it")
+        assert hub["online"]  # it would try for half a minute
         sizes = {"train": (0, 10_000)} | ({"validation": (10_000, 10_010)} if hub["validation"] else {})
         if streaming:
             parts = {
