@@ -37,7 +37,8 @@ class RunLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if after is not None and path.exists():
-            kept = [line for line in read_log(path) if line.get("step", 0) <= after and line["kind"] != "end"]
+            lines = read_log(path) if after > 0 else []
+            kept = [line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"]
             part = path.with_name(f".{path.name}.part")
             with part.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in kept)

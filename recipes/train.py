@@ -245,7 +245,9 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         checkpoints = Checkpoints(arguments.output / "checkpoints", arguments.keep)
         state = last_state(checkpoints, accelerator, settings)
         run = make_run(arguments, accelerator, data, state)
-        start, seconds = (0, 0.0) if state is None else (state["step"], state["seconds"])
+        start, seconds, evaluated = (
+            (0, 0.0, math.nan) if state is None else (state[k] for k in ("step", "seconds", "evaluated"))
+        )
         log = RunLog(arguments.output / "log.jsonl", after=start) if main else None
         if log is not None and state is None:
             numel = sum(p.numel() for p in run.model.parameters())
@@ -258,7 +260,7 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         state = None  # its memory is needed
 
         def save(step: int) -> None:
-            content = {"step": step, "seconds": seconds, "settings": settings}
+            content = {"step": step, "seconds": seconds, "evaluated": evaluated, "settings": settings}
             content |= training_state(accelerator, run.model, run.optimizer, run.block_lr)
             if log is not None:
                 log.sync()
@@ -271,7 +273,6 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
             if (message := broadcast_object_list(failed)[0]) is not None:
                 raise CheckpointError(message)
 
-        evaluated = math.nan
         with progress(arguments, accelerator, start) as show:
             for step in range(start, arguments.steps):
                 begun, last = time.perf_counter(), step + 1 == arguments.steps
@@ -304,7 +305,6 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
             log.write("end", step=arguments.steps, loss=None if math.isnan(evaluated) else evaluated)
             log.close()
         accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def stop_nonfinite(run: Run, step: int, loss: float, checkpoints: Checkpoints, log: RunLog | None) -> None:
@@ -350,11 +350,12 @@ def main(argv: list[str] | None = None) -> None:
         accelerator.wait_for_everyone()  # or the launcher would end rank 0 before it has said why
         leave(accelerator, 1)
         raise SystemExit(1) from error
+    accelerator.end_training()
     leave(accelerator, 0)
 
 
 def leave(accelerator: Accelerator, code: int) -> None:
-    """End several processes on CPUs at once: a thread of gloo that outlives the statics of C++ can abort a process that is done."""
+    """End several processes on CPUs at once: a thread of gloo that outlives the statics of C++ can abort what is done."""
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         sys.stdout.flush()
         sys.stderr.flush()
