@@ -18,7 +18,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import blockopt
 
@@ -26,15 +26,17 @@ PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "nu
 
 
 class RunLog:
-    """A JSONL file that is written line by line.
+    """A JSONL file that is written line by line, as a context manager.
 
     Args:
-        path: The file; it is made if need be, and added to.
+        path: The file; it is made if need be, and added to. None writes nothing, on all ranks but the first.
         after: Leave out what an earlier part of the run wrote beyond this step, which will be done again.
     """
 
-    def __init__(self, path: Path, after: int | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, after: int | None = None) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         if after is not None and path.exists():
             lines = read_log(path) if after > 0 else []
@@ -49,16 +51,21 @@ class RunLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line; what a process has written stays when it is killed."""
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Force it to disk: before a checkpoint, so that no log is ever behind its checkpoint."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

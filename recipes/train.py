@@ -134,6 +134,18 @@ class Run:
             reshard(self.model)
         return float(self.accelerator.reduce(total, "mean"))
 
+    def save(self, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
+        """Write a checkpoint, on rank 0; if that fails, it fails on all."""
+        content = about | training_state(self.accelerator, self.model, self.optimizer, self.block_lr)
+        failed: list[str | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                checkpoints.save(about["step"], content)
+            except CheckpointError as error:
+                failed = [str(error)]
+        if (message := broadcast_object_list(failed)[0]) is not None:
+            raise CheckpointError(message)
+
 
 @contextmanager
 def averaged_weights(optimizer: Any) -> Iterator[None]:
@@ -234,87 +246,92 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         CheckpointError: If the folder is taken, or a checkpoint cannot be read or written.
         FloatingPointError: If loss or gradients are not finite; the message says where, and what is left.
     """
-    main = accelerator.is_main_process
     with only_run_in(arguments.output, accelerator, arguments.resume):
         with accelerator.main_process_first():
             data = load_from_arguments(arguments)
-        context = context_of(arguments, data)
-        batches = data.batches("train", batch_size=arguments.batch_size, context=context, seed=arguments.seed)
-        held_out = data.batches("validation", batch_size=arguments.batch_size, context=context, seed=0)
         settings = settings_of(arguments, data)
         checkpoints = Checkpoints(arguments.output / "checkpoints", arguments.keep)
         state = last_state(checkpoints, accelerator, settings)
         run = make_run(arguments, accelerator, data, state)
-        start, seconds, evaluated = (
-            (0, 0.0, math.nan) if state is None else (state[k] for k in ("step", "seconds", "evaluated"))
-        )
-        log = RunLog(arguments.output / "log.jsonl", after=start) if main else None
-        if log is not None and state is None:
-            numel = sum(p.numel() for p in run.model.parameters())
-            seeds = {"model": arguments.seed, "data": arguments.seed, "curvature": arguments.seed}
-            counts = {"processes": accelerator.num_processes, "parameters": numel, "tokens": data.train.numel()}
-            log.write("config", arguments=settings, seeds=seeds, **counts, **describe_run())
-        elif log is not None:
-            log.write("resumed", step=start, **describe_run())
-        accelerator.init_trackers("train", config={k: v for k, v in settings.items() if isinstance(v, (int, float, str))})
-        state = None  # its memory is needed
-
-        def save(step: int) -> None:
-            content = {"step": step, "seconds": seconds, "evaluated": evaluated, "settings": settings}
-            content |= training_state(accelerator, run.model, run.optimizer, run.block_lr)
-            if log is not None:
-                log.sync()
-            failed: list[str | None] = [None]
-            if main:
-                try:
-                    checkpoints.save(step, content)
-                except CheckpointError as error:
-                    failed = [str(error)]
-            if (message := broadcast_object_list(failed)[0]) is not None:
-                raise CheckpointError(message)
-
-        with progress(arguments, accelerator, start) as show:
-            for step in range(start, arguments.steps):
-                begun, last = time.perf_counter(), step + 1 == arguments.steps
-                shape = {"warmup": arguments.warmup, "final": arguments.final, "decay": arguments.decay}
-                lr = arguments.lr * schedule(arguments.schedule, step, arguments.steps, **shape)
-                micro_batches = run.micro_batches(batches[step])
-                loss = run.backward(micro_batches)
-                norm = run.clip(arguments.clip)
-                if not math.isfinite(loss) or not math.isfinite(norm):
-                    stop_nonfinite(run, step + 1, loss, checkpoints, log)
-                run.step(micro_batches, lr)
-                taken = time.perf_counter() - begun
-                seconds += taken
-                rate = arguments.batch_size * context / taken
-                if log is not None:
-                    figures = {"gradient_norm": norm, "tokens_per_second": round(rate, 1), "seconds": round(seconds, 4)}
-                    log.write("step", step=step + 1, loss=loss, lr=lr, **figures)
-                    history = [] if run.block_lr is None else run.block_lr.history
-                    if len(history) and history[-1].step == step + 1:
-                        log.write("scales", step=step + 1, scales=history[-1].scale)
-                if arguments.eval_batches and (last or (arguments.eval_every and (step + 1) % arguments.eval_every == 0)):
-                    evaluated = run.evaluate(held_out, arguments.eval_batches)
-                    if log is not None:
-                        log.write("evaluation", step=step + 1, loss=evaluated)
-                if last or (arguments.checkpoint_every and (step + 1) % arguments.checkpoint_every == 0):
-                    save(step + 1)
-                accelerator.log({"loss": loss, "lr": lr, "gradient_norm": norm, "held_out": evaluated}, step=step + 1)
-                show(step + 1, loss, lr, rate, evaluated)
-        if log is not None:
-            log.write("end", step=arguments.steps, loss=None if math.isnan(evaluated) else evaluated)
-            log.close()
+        start = 0 if state is None else state["step"]
+        known = (0.0, math.nan) if state is None else (state["seconds"], state["evaluated"])
+        path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
+        with RunLog(path, after=start) as log, progress(arguments, accelerator, start) as show:
+            if state is None:
+                numel = sum(p.numel() for p in run.model.parameters())
+                seeds = {"model": arguments.seed, "data": arguments.seed, "curvature": arguments.seed}
+                counts = {"processes": accelerator.num_processes, "parameters": numel, "tokens": data.train.numel()}
+                log.write("config", arguments=settings, seeds=seeds, **counts, **describe_run())
+            else:
+                log.write("resumed", step=start, **describe_run())
+            accelerator.init_trackers("train", config={k: v for k, v in settings.items() if isinstance(v, (int, float, str))})
+            state = None  # its memory is needed
+            steps = range(start, arguments.steps)
+            loss = take_steps(run, steps, known, arguments, settings, data, checkpoints, log, show)
+            log.write("end", step=arguments.steps, loss=None if math.isnan(loss) else loss)
         accelerator.wait_for_everyone()
 
 
-def stop_nonfinite(run: Run, step: int, loss: float, checkpoints: Checkpoints, log: RunLog | None) -> None:
+def take_steps(
+    run: Run,
+    steps: range,
+    known: tuple[float, float],
+    arguments: argparse.Namespace,
+    settings: dict[str, Any],
+    data: TokenData,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    show: Callable[[int, float, float, float, float], None],
+) -> float:
+    """The loop: a step, a line of the log, now and then an evaluation and a checkpoint. Returns the last held-out loss.
+
+    `known` has the seconds that were trained and the held-out loss so far.
+    """
+    seconds, evaluated = known
+    context = context_of(arguments, data)
+    batches = data.batches("train", batch_size=arguments.batch_size, context=context, seed=arguments.seed)
+    held_out = data.batches("validation", batch_size=arguments.batch_size, context=context, seed=0)
+    shape = {"warmup": arguments.warmup, "final": arguments.final, "decay": arguments.decay}
+    for step in steps:
+        done = step + 1
+        begun = time.perf_counter()
+        lr = arguments.lr * schedule(arguments.schedule, step, arguments.steps, **shape)
+        micro_batches = run.micro_batches(batches[step])
+        loss = run.backward(micro_batches)
+        norm = run.clip(arguments.clip)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            stop_nonfinite(run, done, loss, checkpoints, log)
+        run.step(micro_batches, lr)
+        taken = time.perf_counter() - begun
+        seconds, rate = seconds + taken, arguments.batch_size * context / taken
+        figures = {"gradient_norm": norm, "tokens_per_second": round(rate, 1), "seconds": round(seconds, 4)}
+        log.write("step", step=done, loss=loss, lr=lr, **figures)
+        if run.block_lr is not None and run.block_lr.history and run.block_lr.history[-1].step == done:
+            log.write("scales", step=done, scales=run.block_lr.history[-1].scale)
+        if arguments.eval_batches and is_due(done, arguments.eval_every, arguments.steps):
+            evaluated = run.evaluate(held_out, arguments.eval_batches)
+            log.write("evaluation", step=done, loss=evaluated)
+        if is_due(done, arguments.checkpoint_every, arguments.steps):
+            log.sync()
+            run.save(checkpoints, {"step": done, "seconds": seconds, "evaluated": evaluated, "settings": settings})
+        tracked = {"loss": loss, "lr": lr, "gradient_norm": norm} | ({} if math.isnan(evaluated) else {"held_out": evaluated})
+        run.accelerator.log(tracked, step=done)
+        show(done, loss, lr, rate, evaluated)
+    return evaluated
+
+
+def is_due(done: int, every: int, steps: int) -> bool:
+    """Whether something that is done every so many steps, and at the end, is done now."""
+    return done == steps or (every > 0 and done % every == 0)
+
+
+def stop_nonfinite(run: Run, step: int, loss: float, checkpoints: Checkpoints, log: RunLog) -> None:
     """Say which blocks are not finite and what can be gone on from."""
     steps = checkpoints.steps()
     last = f"{checkpoints.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
     model = run.accelerator.unwrap_model(run.model, keep_torch_compile=False)
     message = describe_nonfinite(model, step, loss, last)
-    if log is not None:
-        log.write("nonfinite", step=step, message=message)
+    log.write("nonfinite", step=step, message=message)
     raise FloatingPointError(message)
 
 
