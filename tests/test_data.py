@@ -152,6 +152,14 @@ def test_files_called_validation_are_held_out(cache, tmp_path):
     assert documents(data, "validation") == poems(5, 1000)
 
 
+def test_a_module_called_validation_is_a_module_like_others(cache, tmp_path):
+    (tmp_path / "validation.py").write_text("def validate(): ...\n")
+    for i in range(3):
+        (tmp_path / f"module{i}.py").write_text(f"x = {i}\n" * 50)
+    data = load_data(str(tmp_path), tokenizer="bytes", cache=cache)
+    assert len(documents(data, "validation")) == 4  # the end of each
+
+
 def test_the_subwords_are_those_of_the_training_part(cache, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     write_jsonl(tmp_path / "train.jsonl", poems(100))
