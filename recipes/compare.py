@@ -39,7 +39,7 @@ def main() -> None:
     """Run the comparison that the arguments ask for."""
     parser = arguments()
     options = parser.parse_args()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=100)  # a file has no width
     if options.list:
         list_arms(console)
         return

@@ -92,7 +92,8 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
         )
         top = max(top, means[len(means) // 5])
     low, _ = axes.get_ylim()
-    axes.set_ylim(low, top * 1.02)
+    if top > low:
+        axes.set_ylim(low, top * 1.02)  # the first steps are far above
     axes.set(xlabel="step", ylabel="training loss")
     _legend(axes, theme)
     return figure
@@ -205,6 +206,8 @@ def _figure(theme: Theme, panels: int, height: float, columns: int = 1) -> tuple
 
 
 def _legend(axes: Axes, theme: Theme, *, below: bool = False, columns: int = 2) -> None:
+    if not axes.get_legend_handles_labels()[0]:
+        return  # all runs diverged
     place: dict[str, Any] = {"loc": "upper right"}
     if below:
         place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.2), "ncols": columns}

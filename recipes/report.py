@@ -56,9 +56,9 @@ HEADINGS = ("arm", "loss", "minus AdamW", "steps", "gradients", "seconds", "byte
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print table and summary: at most 100 columns with the longest names, and less with short ones."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=_title(comparison), title_justify="left")
-    for heading in HEADINGS:
+    """Print table and summary: within 80 columns for short names of arms, within 100 for the longest."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title=_title(comparison), title_justify="left")
+    for heading in ("arm", "loss", "minus AdamW", "steps", "grads", "secs", "bytes"):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for row in comparison.rows:
         table.add_row(row.name, *cells(row), style=COLORS.get(row.verdict))
@@ -182,13 +182,13 @@ def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, An
             f"at {study.steps} steps and {min(study.seeds, study.length_seeds)} at other lengths."
         )
     items += [
-        "Same model, initial weights, batches, tokens and schedule for every arm and seed: linear warm-up over "
+        "Same model, initial weights, batches, tokens and schedule for all arms with the same seed: linear warm-up over "
         f"{100 * WARMUP:.0f} % of the steps, then linear to zero; gradients clipped at norm {CLIP:g}; decay on matrices only.",
         "Each arm is tuned by coordinate descent over its own space with the same number of runs on one tuning seed; the grids "
         "have no ends, so a best value at an edge is followed as far as the budget goes.",
         "Then it is tested on seeds that tuning has not seen, paired: differences are taken seed by seed.",
-        "Losses are those of finished runs only, on held-out data. Steps to a loss come from runs of several lengths, each with "
-        "its own decay, by interpolation in the logarithm of the steps.",
+        "Losses are those of finished runs only, on held-out data. Steps to a loss come from runs of several lengths, each "
+        "with its own decay, by interpolation in the logarithm of the steps.",
         "Gradient evaluations and seconds include curvature; runs share the machine, so that seconds are rough.",
     ]
     listed = "".join(f"<li>{_escaped(item)}</li>" for item in items)

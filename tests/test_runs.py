@@ -1,0 +1,155 @@
+"""One run: a pure function of its configuration, written once, whole or not at all."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes import runs
+from recipes.arms import ARMS
+from recipes.gpt2 import GPT2Config
+from recipes.optimizers import check_optimizer
+from recipes.runs import DataConfig, RunConfig, finished, path_of, provenance, read_run, run_once, token_data
+
+MODEL = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    words = ["def", "return", "self", "class", "import", "for", "in", "range"]
+    text = "".join(f"{words[i * i % 8]} {words[i % 7]}\n" for i in range(1500))
+    (folder / "text.txt").write_text(text)
+    config = DataConfig(str(folder / "text.txt"), "bytes", 256, cache=str(folder / "cache"))
+    return replace(config, key=token_data(config).key)
+
+
+def starts(arm, **changes):
+    return tuple(sorted(({axis.name: axis.start for axis in ARMS[arm].space} | changes).items()))
+
+
+def config_of(data, arm="adamw", *, seed=1, steps=3, **changes):
+    return RunConfig(arm, starts(arm, **changes), seed, steps, MODEL, data, batch_size=4, evaluation=2)
+
+
+def lines_without_times(path):
+    """What must not depend on when and where a run was done."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_runs_two_steps(arm, data, tmp_path):
+    try:
+        check_optimizer(ARMS[arm].optimizer)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    result = run_once(config_of(data, arm, steps=2), tmp_path, provenance())
+    assert math.isfinite(result.final)
+    assert result.diverged is None
+    assert len(result.losses) == 2
+    assert result.losses[0] == pytest.approx(math.log(256), abs=0.1)
+    by_curvature = ARMS[arm].scales not in (None, "ratios")
+    assert bool(result.scales) == by_curvature
+    assert (result.gradient_evaluations > 2) == by_curvature
+
+
+def test_a_run_gives_the_same_numbers_again_and_is_done_once(data, tmp_path, monkeypatch):
+    config = config_of(data, "block-adamw+newton")
+    first = run_once(config, tmp_path / "a", provenance())
+    run_once(config, tmp_path / "b", provenance())
+    assert lines_without_times(path_of(tmp_path / "a", config)) == lines_without_times(path_of(tmp_path / "b", config))
+    monkeypatch.setattr(runs, "_train", lambda *_: pytest.fail("a finished run was done again"))
+    assert run_once(config, tmp_path / "a", provenance()) == first == finished(tmp_path / "a", config)
+
+
+def test_the_file_says_what_was_run(data, tmp_path):
+    config = config_of(data, "block-muon+newton", seed=7)
+    result = run_once(config, tmp_path, provenance())
+    header = result.header
+    assert header["config"]["values"] == dict(config.values)
+    assert header["config"]["data"]["key"] == data.key
+    assert header["config"]["recipe"]["scales"] == "newton"
+    assert header["seeds"] == {"model": 7, "data": 7, "curvature": 7}
+    assert header["versions"]["torch"] == torch.__version__
+    assert header["git"]
+    assert data.cache not in path_of(tmp_path, config).read_text()
+
+
+def test_arms_with_one_seed_see_the_same_weights_and_batches(data, tmp_path):
+    first = [run_once(config_of(data, arm, steps=2), tmp_path, {}).losses[0] for arm in ("sgd", "adamw", "block-muon")]
+    assert len(set(first)) == 1
+    other = run_once(config_of(data, "adamw", seed=2, steps=2), tmp_path, {}).losses[0]
+    assert other != first[0]
+
+
+def test_block_optimizers_without_scales_are_those_of_torch(data, tmp_path):
+    for ours, theirs in (("block-adamw", "adamw"),):
+        a, b = (run_once(config_of(data, arm, steps=5), tmp_path, {}) for arm in (ours, theirs))
+        assert a.losses == pytest.approx(b.losses, rel=1e-5)
+        assert a.final == pytest.approx(b.final, rel=1e-5)
+
+
+def test_the_key_depends_on_all_but_the_cache(data):
+    config = config_of(data)
+    changed = [
+        replace(config, seed=2),
+        replace(config, steps=4),
+        replace(config, values=starts("adamw", lr=1e-3)),
+        replace(config, model=replace(MODEL, width=32)),
+        replace(config, data=replace(data, key="other")),
+        replace(config, batch_size=8),
+        replace(config, threads=2),
+        config_of(data, "block-adamw"),
+    ]
+    keys = [c.key for c in (config, *changed)]
+    assert len(set(keys)) == len(keys)
+    assert replace(config, data=replace(data, cache="elsewhere")).key == config.key
+
+
+def test_gradient_evaluations_count_those_of_the_curvature(data, tmp_path):
+    plain = run_once(config_of(data, "block-adamw", steps=40), tmp_path, {})
+    newton = run_once(config_of(data, "block-adamw+newton", steps=40), tmp_path, {})
+    assert plain.gradient_evaluations == 40
+    assert plain.curvature_seconds == 0
+    assert len(newton.scales) == 20  # every second step
+    assert newton.gradient_evaluations == 40 + 20 * 2
+    assert 0 < newton.curvature_seconds < newton.seconds
+    assert plain.state_bytes == pytest.approx(8, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arm", "lr"), [("sgd", 1e12), ("adamw", 1e30), ("block-sgd", 1e12), ("block-adamw+newton", 1e30), ("block-muon", 1e30)]
+)
+def test_a_run_that_diverges_is_a_result(arm, lr, data, tmp_path):
+    config = config_of(data, arm, steps=8, lr=lr)
+    result = run_once(config, tmp_path, {})
+    assert result.final == math.inf
+    assert result.diverged.startswith("step ")
+    assert finished(tmp_path, config) == result
+    assert "Infinity" not in path_of(tmp_path, config).read_text()
+    assert "NaN" not in path_of(tmp_path, config).read_text()
+
+
+def test_an_error_of_the_program_is_not_taken_for_divergence(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match")))
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_once(config_of(data), tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_data_than_those_of_the_configuration_are_refused(data, tmp_path):
+    config = replace(config_of(data), data=replace(data, key="0" * 32))
+    with pytest.raises(ValueError, match="have changed"):
+        run_once(config, tmp_path, {})
+
+
+def test_a_broken_file_is_named(data, tmp_path):
+    config = config_of(data, steps=2)
+    run_once(config, tmp_path, {})
+    path = path_of(tmp_path, config)
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
+    with pytest.raises(ValueError, match="not the file of a finished run"):
+        read_run(path)
