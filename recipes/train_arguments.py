@@ -77,7 +77,7 @@ def parse(argv: list[str] | None = None, about: str | None = None) -> argparse.N
         parser.error(f"Invalid --betas={arguments.betas}, --momentum={arguments.momentum}. Must be in [0, 1).")
     if arguments.optimizer == "schedulefree" and arguments.schedule != "constant":
         parser.error(f"Invalid --schedule={arguments.schedule}. Must be constant for schedulefree, which averages instead.")
-    if arguments.track is not None and arguments.track not in get_available_trackers():
+    if arguments.track not in (None, *(tracker.value for tracker in get_available_trackers())):
         parser.error(f"--track {arguments.track} needs a package that is not installed: pip install {arguments.track}")
     shares = int(os.environ.get("WORLD_SIZE", "1")) * arguments.accumulate
     if arguments.batch_size % shares:
