@@ -232,7 +232,9 @@ def _spectra_figure(report: HessianReport, title: str) -> Figure | None:
         axis.set_xlabel("")
         axis.set_ylabel("")
         axis.axvline(0, color="#999999", linewidth=0.5)
-        axis.legend(fontsize=7, loc="upper right", frameon=False, handlelength=0.8)
+        axis.legend().remove()
+        ends = f"{float(spectrum.nodes[0]):.2g} to {float(spectrum.nodes[-1]):.2g}"
+        axis.set_title(f"{label}: {ends}", loc="left", fontsize=8, pad=2)
     caution = "" if exact else "\nestimated by Lanczos steps, which do not tell apart what is near 0 in the range of a block"
     axes[-1].set_xlabel(f"eigenvalue (linear up to {threshold:.0e}, logarithmic beyond){caution}", fontsize=9)
     axes[-1].tick_params(axis="x", labelsize=8, rotation=60)
@@ -248,7 +250,8 @@ def _blocks_figure(report: HessianReport, title: str) -> Figure:
     from blockopt.analysis.plots import block_mass_heatmap, role_color
 
     mass = _pooled_mass(report)
-    shown = {label: block.frobenius for label, block in report.blocks.items() if block.frobenius.value > 0}
+    labels = report.short_labels()
+    shown = {labels[label]: block.frobenius for label, block in report.blocks.items() if block.frobenius.value > 0}
     height = max(2 + 0.6 * len(mass), 1 + 0.16 * len(shown))
     figure = Figure(figsize=(6.5 + 0.7 * len(mass), min(height, 60)), layout="constrained")
     norms, heat = figure.subplots(1, 2, width_ratios=(4.5, 1.2 + 0.7 * len(mass)))
@@ -282,9 +285,10 @@ def _pooled_spectra(report: HessianReport) -> dict[str, SpectralDensity]:
     """Those of the blocks, or of too many all eigenvalues of the blocks of a role together; and that of the whole."""
     by_role = len(report.blocks) > MOST_IN_A_PLOT
     members: dict[str, list[tuple[SpectralDensity, int]]] = {}
+    names = {label: _role(label) for label in report.blocks} if by_role else report.short_labels()
     for label, block in [*report.blocks.items(), ("whole", report.whole)]:
         if block.spectrum is not None:
-            members.setdefault(_role(label) if by_role else label, []).append((block.spectrum, block.dimension))
+            members.setdefault(names.get(label, label), []).append((block.spectrum, block.dimension))
     pooled = {}
     for label, some in members.items():
         total = sum(dimension for _, dimension in some)
@@ -298,7 +302,7 @@ def _pooled_spectra(report: HessianReport) -> dict[str, SpectralDensity]:
 def _pooled_mass(report: HessianReport) -> dict[str, dict[str, float]]:
     """Squared norms by pairs of blocks, or of too many by pairs of roles."""
     by_role = len(report.blocks) > MOST_IN_A_PLOT
-    names = [_role(label) if by_role else label for label in report.mass.labels]
+    names = [_role(label) if by_role else report.short_labels()[label] for label in report.mass.labels]
     found: dict[str, dict[str, float]] = {name: dict.fromkeys(names, 0.0) for name in names}
     for a, row in zip(names, report.mass.matrix.tolist()):
         for b, value in zip(names, row):

@@ -252,10 +252,9 @@ def test_tables_fit_and_long_labels_keep_both_ends():
         widths = {len(line) for line in table.splitlines()}
         assert len(widths) == 1
         assert widths.pop() <= 100
-    lines = [line for line in report.table().splitlines() if "query head 1" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("model.")
-    assert "…" in lines[0]
+    assert report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")  # without what all labels share
+    assert report.table(80).splitlines()[1].startswith("q_pro…head 0  ")
+    assert report.rows()[0]["block"] == "model.layers.0.self_attn.q_proj.weight query head 0"
 
 
 def test_a_block_without_curvature_does_no_harm(tmp_path):

@@ -115,7 +115,7 @@ class HessianReport:
     def table(self, width: int = 100) -> str:
         """Dimension, trace and norm with standard errors, top eigenvalue and negative share of each block, for people."""
         rows = [("block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative")]
-        for label, block in self._all():
+        for label, block in self._all(short=True):
             numbers = (*number_and_error(block.trace), *number_and_error(block.frobenius), f"{float(block.top[0]):.2e}")
             share = "-" if block.negative is None else f"{block.negative.of_mass:.1%}"
             rows.append((label, f"{block.dimension:,}", *numbers, share))
@@ -125,7 +125,7 @@ class HessianReport:
         """The top eigenvalues of each block, as many as there is room for."""
         number = min(max(len(block.top) for _, block in self._all()), (width - 30) // 11)
         rows = [("block", *(f"top {i + 1}" for i in range(number)))]
-        for label, block in self._all():
+        for label, block in self._all(short=True):
             cells = [f"{value:.2e}" for value in block.top[:number].tolist()]
             rows.append((label, *cells, *["-"] * (number - len(cells))))
         return aligned(rows, width)
@@ -148,8 +148,19 @@ class HessianReport:
         """All of it as dictionaries, lists, strings and finite numbers, as JSON has them; infinity and NaN become None."""
         return dict(plain(self))
 
-    def _all(self) -> list[tuple[str, BlockReport]]:
-        return [*self.blocks.items(), ("whole", self.whole)]
+    def short_labels(self) -> dict[str, str]:
+        """`{label: what a reader needs of it}`: without the modules that all tensors share."""
+        parts = [label.split(".") for label in self.blocks] if self.by in ("tensor", "head") and len(self.blocks) > 1 else []
+        shared = 0
+        for level in zip(*(names[:-1] for names in parts)):
+            if len(set(level)) > 1:
+                break
+            shared += 1
+        return {label: ".".join(label.split(".")[shared:]) for label in self.blocks}
+
+    def _all(self, short: bool = False) -> list[tuple[str, BlockReport]]:
+        labels = self.short_labels() if short else {label: label for label in self.blocks}
+        return [*((labels[label], block) for label, block in self.blocks.items()), ("whole", self.whole)]
 
 
 def hessian_report(
