@@ -167,12 +167,12 @@ class PatchTransformer(nn.Module):
 
 
 def synthetic_images(
-    number: int, *, classes: int = 10, side: int = 12, noise: float = 1.0, seed: int = 0
+    number: int, *, classes: int = 10, side: int = 12, noise: float = 1.0, pixel: float = 0.31, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Images that we make: a smooth pattern a class, shifted at random, with noise; as patches of 4 x 4, and their classes.
 
-    Pixels have mean 0 and the standard deviation of MNIST's, 0.31. The patterns are the same for all seeds. Returns
-    (number, tokens, 16) and (number,).
+    Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31. The patterns are the same for all
+    seeds. Returns (number, tokens, 16) and (number,).
     """
     shapes = torch.randn(classes, 1, side // 2, side // 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     patterns = F.interpolate(shapes, size=(side, side), mode="bilinear", align_corners=False).squeeze(1)
@@ -181,7 +181,7 @@ def synthetic_images(
     shifts = torch.randint(-1, 2, (number, 2), generator=generator).tolist()
     images = torch.stack([patterns[label].roll(shift, (0, 1)) for label, shift in zip(labels.tolist(), shifts)])
     images = images + noise * torch.randn(images.shape, generator=generator, dtype=torch.float64)
-    images = 0.31 * (images - images.mean()) / images.std()
+    images = pixel * (images - images.mean()) / images.std()
     patches = images.unfold(1, 4, 4).unfold(2, 4, 4)  # (B, 3, 3, 4, 4)
     return patches.flatten(3).flatten(1, 2), labels
 

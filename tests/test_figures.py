@@ -25,7 +25,7 @@ from recipes.figure_models import (
     linear_mlp_norms,
     synthetic_images,
 )
-from recipes.figure_report import TINY, Check, Outcome, Run, exponent_check, mean_check
+from recipes.figure_report import TINY, Check, Outcome, Run, exponent_check, mean_check, sign_check
 
 ROOT = Path(__file__).parent.parent
 FIGURES = figures.FIGURES
@@ -167,6 +167,11 @@ def test_verdicts_follow_from_the_checks():
     assert replace(outcome, checks=[no]).verdict == "not reproduced"
     assert "| b | 1 | 2 | 0.5 to 1.5 | NO |" in replace(outcome, checks=[no]).markdown()
     assert not Check("c", "", math.nan, 0.0, 1.0).holds
+    assert "size of \\|x\\|" in replace(outcome, checks=[replace(no, what="size of |x|")]).markdown()
+    ours = replace(no, ours=True)
+    assert replace(outcome, checks=[yes, ours]).verdict == "not reproduced"  # the run itself went wrong
+    assert replace(outcome, checks=[yes, replace(yes, ours=True)]).verdict == "reproduced"
+    assert replace(outcome, checks=[no, replace(yes, ours=True)]).verdict == "not reproduced"
 
 
 def test_mean_and_exponent_checks():
@@ -174,6 +179,10 @@ def test_mean_and_exponent_checks():
     assert check.measured == 2.0
     assert check.error == pytest.approx(1.0)  # std √2 over √2
     assert check.row()[3] == ">= 1.5"
+    assert not sign_check("a", "> 0", [0.0, 2.0], 1).holds  # 1 ± 1
+    assert sign_check("a", "> 0", [1.0, 1.2], 1).holds
+    assert not sign_check("a", "< 0", [1.0, 1.2], -1).holds
+    assert sign_check("a", "< 0", [-1.0], -1).holds
     data = Run(TINY).growth(lambda sigma, seed: {"x": (1 + seed) * sigma**3}, torch.tensor([0.1, 0.2, 0.4]), "")
     assert exponent_check(data, "x", 3.0, tolerance=1e-9).holds
     assert not exponent_check(data, "x", 2.0, tolerance=0.5).holds

@@ -371,9 +371,9 @@ def _axis(ax: Axes | None, size: tuple[float, float]) -> Any:
 
 
 def _symmetric_log(ax: Any, which: str, threshold: float, largest: float) -> None:
-    """Such a scale, with at most three ticks on each side of zero: by default they overlap."""
+    """Such a scale, with at most two ticks on each side of zero: by default they overlap."""
     lowest, highest = math.ceil(math.log10(threshold)) + 1, math.floor(math.log10(max(largest, 100 * threshold)))
-    powers = range(highest, lowest - 1, -max(1, math.ceil((highest - lowest + 1) / 3)))
+    powers = range(highest, lowest - 1, -max(1, math.ceil((highest - lowest + 1) / 2)))
     ticks = [0.0, *(sign * 10.0**power for power in powers for sign in (-1, 1))]
     getattr(ax, f"set_{which}scale")("symlog", linthresh=threshold)
     axis = getattr(ax, f"{which}axis")
