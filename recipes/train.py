@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
@@ -68,7 +68,8 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
     )
     if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it does the same on CPUs.
-        accelerator.state.distributed_type = DistributedType.FSDP
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if accelerator.is_fsdp2 and arguments.curvature in WHOLE_WEIGHTS:
         raise SystemExit(f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2.")
