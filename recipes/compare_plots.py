@@ -62,6 +62,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
         axes.plot(row.difference.mean, height, "o", color=color)
     axes.axvline(0, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     reach = max((abs(row.difference.mean) for row in rows), default=0.0)
     if reach > 1:
         axes.set_xscale("symlog", linthresh=0.1)

@@ -166,4 +166,5 @@ def _steps(outcome: ArmOutcome, baseline: ArmOutcome, main: int) -> Steps | None
         crossings.append(steps_to_target({steps: runs[seed].final for steps, runs in outcome.tests.items()}, target))
     logs, kind = mean_crossing(crossings)
     part, low, high = (math.exp(value) / main for value in (logs.mean, logs.low, logs.high))
-    return Steps(part, *((low, high) if kind == "at" else (math.nan, math.nan)), kind)
+    known = kind == "at" and logs.count > 2  # the interval of two seeds is too wide to say anything
+    return Steps(part, *((low, high) if known else (math.nan, math.nan)), kind)

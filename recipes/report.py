@@ -14,11 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from recipes.arms import BASELINE
 from recipes.compare_plots import DARK, LIGHT, plots
 from recipes.comparison import Comparison
 from recipes.runs import CLIP, WARMUP
-from recipes.summary import VERDICTS, caveats, cells, hyperparameters, pair_cells, sentences, with_error
+from recipes.summary import caveats, cells, hyperparameters, pair_cells, sentences
 from recipes.tuning import Axis
 
 COLORS = {"better": "green", "worse": "red", "diverged": "red", "baseline": "bold"}
@@ -103,8 +102,8 @@ def write_report(comparisons: Sequence[Comparison], path: Path, command: str, ab
         parts.append(f"<h2>{_escaped(_title(comparison))}</h2>")
         parts.append(_summary(comparison))
     for comparison in comparisons:
-        parts.append(f"<h2>Results, {_escaped(comparison.study.name)} parameters</h2>{_tables(comparison)}")
-        parts.append(f'<div class="plots">{_figures(comparison)}</div>')
+        parts.append(f"<h2>Results, {_escaped(comparison.study.name)} parameters</h2>{_main_table(comparison)}")
+        parts.append(f'<div class="plots">{_figures(comparison)}</div>{_more_tables(comparison)}')
     parts.append(_method(comparisons, command, about))
     parts.append("</body></html>\n")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +118,7 @@ def _summary(comparison: Comparison) -> str:
     )
 
 
-def _tables(comparison: Comparison) -> str:
+def _main_table(comparison: Comparison) -> str:
     body = [_row([row.name, *cells(row), f"{100 * row.curvature_share:.0f} %"], row.verdict) for row in comparison.rows]
     main = _table([*HEADINGS, "time for curvature"], body)
     words = (
@@ -128,6 +127,10 @@ def _tables(comparison: Comparison) -> str:
         "not reached, “≤” already by the shortest runs. Gradients: forward and backward passes of a run, those for curvature "
         "included. Seconds: of a run, curvature included. Bytes: of optimizer state, a parameter.</p>"
     )
+    return main + words
+
+
+def _more_tables(comparison: Comparison) -> str:
     arms = [
         _row([row.name, row.outcome.arm.about, hyperparameters(row), f"{len(row.outcome.tuned.trials)}"], row.verdict, text=3)
         for row in comparison.rows
@@ -138,7 +141,7 @@ def _tables(comparison: Comparison) -> str:
     if comparison.pairs:
         lines = [_row(pair_cells(pair), "", text=2) for pair in comparison.pairs]
         pairs = f"<h3>Arms that differ in one thing</h3>{_table(['arm', 'against', 'difference', 'verdict'], lines, text=2)}"
-    return f"{main}{words}{pairs}<h3>What was tuned</h3>{tuned}{note}"
+    return f"{pairs}<h3>What was tuned</h3>{tuned}{note}"
 
 
 def _table(headings: Sequence[str], rows: Sequence[str], text: int = 1) -> str:
@@ -211,6 +214,3 @@ def _axis(axis: Axis) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(text, quote=True)
-
-
-__all__ = ["BASELINE", "VERDICTS", "print_comparison", "with_error", "write_plots", "write_report"]

@@ -148,24 +148,24 @@ DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-a
 def _study(name: str, arms: Sequence[str], model: GPT2Config, *, steps: int, batch_size: int, budget: int, seeds: int) -> Study:
     data = DataConfig("stdlib", None, model.vocab_size)
     lengths = (0.5, 1.0, 2.0)
-    return Study(name, tuple(arms), model, data, steps, lengths, batch_size, budget, seeds, length_seeds=max(2, seeds // 2))
+    return Study(name, tuple(arms), model, data, steps, lengths, batch_size, budget, seeds, length_seeds=max(3, seeds // 2))
 
 
 def presets() -> dict[str, tuple[Study, ...]]:
     """The studies of each preset. Later ones start tuning at the best of the one before."""
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
-    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=200, batch_size=4, budget=4, seeds=4)
+    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=200, batch_size=4, budget=3, seeds=4)
     larger = _study("30M", CONFIRMED, GPT2Config(8192, 512, 512, 8, 8), steps=8000, batch_size=32, budget=6, seeds=5)
     return {
         "demo": (
             replace(
-                _study("0.2M", DEMO_ARMS, demo, steps=120, batch_size=16, budget=5, seeds=4),
+                _study("0.2M", DEMO_ARMS, demo, steps=100, batch_size=16, budget=5, seeds=4),
                 data=DataConfig("stdlib", "bytes", 256),
             ),
         ),
         "small": (
-            _study("1M", every, MODELS["1M"], steps=200, batch_size=8, budget=7, seeds=6),
+            _study("1M", every, MODELS["1M"], steps=200, batch_size=8, budget=7, seeds=5),
             replace(confirmed, lengths=(1.0,)),
         ),
         "full": (

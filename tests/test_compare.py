@@ -359,20 +359,8 @@ def test_bad_flags_are_refused_at_once(flags, monkeypatch, capsys):
 def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     text = "".join(f"{i * i % 97} plus {i % 31} is {i * i % 97 + i % 31}\n" for i in range(4000))
     (tmp_path / "text.txt").write_text(text)
-    flags = [
-        "--arms",
-        "adamw",
-        "block-adamw+newton",
-        "--steps",
-        6,
-        "--seeds",
-        2,
-        "--budget",
-        3,
-        "--data",
-        tmp_path / "text.txt",
-    ]
-    flags = [*map(str, flags), "--cache", str(tmp_path / "cache")]
+    flags = "--arms adamw block-adamw+newton --steps 4 --seeds 2 --budget 3".split()
+    flags += ["--data", str(tmp_path / "text.txt"), "--cache", str(tmp_path / "cache")]
     command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *flags]
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, "--out", str(killed)], stdout=subprocess.DEVNULL, start_new_session=True)
@@ -388,14 +376,7 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     for out in (killed, tmp_path / "whole"):
         options = compare.arguments().parse_args(flags)
         studies, left_out = compare.chosen_studies(options)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                compare.compare(studies, left_out, out, 1, Console(file=io.StringIO()))
-                break
-            except RuntimeError:  # the lock goes with the last worker
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+        compare.compare(studies, left_out, out, 1, Console(file=io.StringIO()))
     paths = sorted(path.name for path in (tmp_path / "whole" / "runs").glob("*"))
     assert paths == sorted(path.name for path in (killed / "runs").glob("*"))
     assert len(paths) == 2 * studies[0].runs_per_arm() == 18
@@ -406,6 +387,7 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
 
 def without_times(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0].pop("git")  # someone may commit while the tests run
     return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
 
 
