@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import block_index
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
 from blockopt.curvature._losses import CaptureLosses
-from tests.models import block_index
 
 Loss = Callable[[], Tensor]
 

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
+from matrices import AttentionHessian, Products, all_signs, random_symmetric
 from torch import nn
 
 from blockopt.analysis.block_mass import block_mass, off_diagonal_mass
 from blockopt.analysis.dense import dense
 from blockopt.analysis.operator import HessianOperator
-from tests.matrices import AttentionHessian, Products, all_signs, random_symmetric
 
 MODULE = sys.modules["blockopt.analysis.block_mass"]  # the package may name the function so
 

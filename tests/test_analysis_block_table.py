@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from matrices import Products, normal, random_symmetric, with_spectrum
 
 from blockopt.analysis.block_table import block_table, measure_blocks
-from tests.matrices import Products, normal, random_symmetric, with_spectrum
 
 
 def test_small_blocks_are_exact():

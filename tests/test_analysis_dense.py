@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from dense import Net, build, hessian, language_loss
 from torch import nn
 from torch.func import functional_call, grad, jacfwd
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,7 +14,6 @@ from blockopt import find_blocks
 from blockopt.analysis.dense import dense, dense_block, memory_needed
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator
 from recipes.gpt2 import GPT2, GPT2Config
-from tests.dense import Net, build, hessian, language_loss
 
 OPERATORS = (HessianOperator, GaussNewtonOperator, FunctionalOperator)
 

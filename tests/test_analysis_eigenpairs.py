@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from matrices import SPECTRA, AttentionHessian, Products, normal, random_symmetric, with_spectrum
 
 from blockopt.analysis.eigenpairs import top_eigenpairs
-from tests.matrices import SPECTRA, AttentionHessian, Products, normal, random_symmetric, with_spectrum
 
 KEYS = {"largest magnitude": torch.abs, "largest": torch.clone, "smallest": torch.neg}
 

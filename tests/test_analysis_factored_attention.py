@@ -5,8 +5,8 @@ import torch
 from attention_reference import assert_close, draw
 from test_analysis_self_attention import CAUSAL, SHAPES, make
 
-from blockopt.analysis import factored_attention
-from blockopt.analysis.factored_attention import KroneckerSum, Matrices
+from blockopt.analysis import key_matrices
+from blockopt.analysis.kronecker_sum import KroneckerSum, Matrices
 
 
 @pytest.mark.parametrize("part", ["outer", "functional", "full"])
@@ -63,7 +63,7 @@ def test_key_blocks_in_many_slices(monkeypatch):
     exact = hessian.block("key", "key").square().sum()
     assert_close(hessian.factored("key").squared_frobenius(), exact)
     for size in (1, 200, 700):
-        monkeypatch.setattr(factored_attention, "CHUNK_BYTES", size)
+        monkeypatch.setattr(key_matrices, "CHUNK_BYTES", size)
         assert_close(hessian.factored("key").squared_frobenius(), exact)
 
 

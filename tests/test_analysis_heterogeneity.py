@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from matrices import AttentionHessian, normal, with_spectrum
 
 from blockopt.analysis.heterogeneity import jensen_shannon, negative_share, norm_spread, norm_spread_by_group
 from blockopt.analysis.spectrum import SpectralDensity, spectral_density
-from tests.matrices import AttentionHessian, normal, with_spectrum
 
 
 def test_norm_spread():

@@ -11,6 +11,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import Net, build, hessian, language_loss, tokens_of
+from helpers import tiny_gpt, token_loss
+from models import FAMILIES, block_index, loss_of
+from test_curvature_losses import LOSSES, exact
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,10 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from blockopt import find_blocks
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
-from tests.dense import Net, build, hessian, language_loss, tokens_of
-from tests.helpers import tiny_gpt, token_loss
-from tests.models import FAMILIES, block_index, loss_of
-from tests.test_curvature_losses import LOSSES, exact
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in a library that curvlinops imports
@@ -71,7 +71,9 @@ def hessian_product(model, closure, tangents, forward=True):
 def test_families(family):
     model = FAMILIES[family]().double()
     closure = partial(loss_of, family, model)
-    H, G, R = (cls(model, closure, blocks=find_blocks(model, per_row=())) for cls in OPERATORS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss is of torch.float32")
+        H, G, R = (cls(model, closure, blocks=find_blocks(model, per_row=())) for cls in OPERATORS)
     assert H.dtype == torch.float64
     assert H.names == tuple(name for name, p in model.named_parameters() if p.requires_grad)
     v = normal(H.shape[0], 2)

@@ -144,9 +144,9 @@ def test_biases_are_constants(activation):
     assert_close(hessian.dense(), autograd_hessian(X, weights, plain, biases=biases, activation=activation))
     assert_close(hessian.factored("key", 1).diagonal(), hessian.block("key", "key", heads=(1, 1)).diagonal())
     with pytest.raises(ValueError, match=r"Invalid bias of key of shape \(3,\)\. Must be \(2, 2\)"):
-        make(X, weights, target, True, biases={"key": torch.ones(3)})
+        make(X, weights, target, True, biases={"key": torch.ones(3).double()})
     with pytest.raises(ValueError, match=r"Invalid biases \['output'\]\. Must be of query, key, value"):
-        make(X, weights, target, True, biases={"output": torch.ones(3)})
+        make(X, weights, target, True, biases={"output": torch.ones(3).double()})
 
 
 def test_one_sequence_without_a_batch_dimension():
@@ -219,17 +219,34 @@ class TestScores:
         )
         assert int(torch.linalg.matrix_rank(part, hermitian=True)) == hessian.score_outer_rank_bound()
 
-    def test_temperature(self):
-        """With the attention weights kept, by hotter queries, the outer part goes as 1/t², the functional one as 1/t."""
+    @pytest.mark.parametrize("t", [0.4, 2.5])
+    def test_temperature(self, t):
+        """With weights and attention held, the latter by a mask: 1/t² for the outer part, 1/t for the other."""
         X, weights, target = draw()
-        t = 2.5
-        cold = SelfAttentionHessian(X, weights["query"], weights["key"], weights["value"], target)
+        q, k, v = weights.values()
+        cold = SelfAttentionHessian(X, q, k, v, target)
         scale = cold.attention.scale
-        for part, power in (("score_outer", 2), ("score_functional", 1)):
-            kept = SelfAttentionHessian(X, t * weights["query"], weights["key"], weights["value"], target, scale=scale / t)
-            assert_close(kept.block("query", "query", part) * t**power, cold.block("query", "query", part))
-            if part == "score_functional":
-                assert_close(kept.block("query", "key", part) * t**power, cold.block("query", "key", part))
+        scores = scale * (X @ q[0]) @ (X @ k[0]).mT
+        hot = SelfAttentionHessian(X, q, k, v, target, scale=scale / t, mask=(1 - 1 / t) * scores)
+        assert_close(hot.attention.heads[0].weights, cold.attention.heads[0].weights)
+        for row, column in (("query", "query"), ("query", "key"), ("key", "key")):
+            assert_close(hot.block(row, column, "score_outer") * t**2, cold.block(row, column, "score_outer"))
+        mixed = hot.block("query", "key", "score_functional")
+        assert float(mixed.abs().max()) > 0
+        assert_close(mixed * t, cold.block("query", "key", "score_functional"))
+
+    @pytest.mark.parametrize("activation", ["softmax", "linear"])
+    def test_rank_bound_with_biases(self, activation):
+        """Queries and keys with biases are not linear in the tokens: Lemma D.2 fails, the corrected bound holds."""
+        X, weights, target = draw(L=30)
+        generator = torch.Generator().manual_seed(3)
+        biases = {role: torch.randn(1, 2, generator=generator, dtype=torch.float64) for role in ("query", "key")}
+        hessian, _ = make(X, weights, target, False, biases=biases, activation=activation)
+        part = torch.cat(
+            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+        )
+        rank = int(torch.linalg.matrix_rank(part, hermitian=True))
+        assert 2 * 2 * 3 - 2**2 < rank <= hessian.score_outer_rank_bound() == 12
 
     def test_a_single_matrix_has_no_such_part(self):
         X, weights, target = draw(single=True)
@@ -249,6 +266,12 @@ class TestErrors:
             ((X, q, k, v, target), {"loss": SquaredError(target)}, "Give either Y"),
             ((X[0, 0], q, k, v, target), {}, "Invalid X of shape"),
             ((X.long(), q, k, v, target), {}, "of floating point"),
+            ((X, q.float(), k, v, target), {}, r"Invalid W_Q of torch.float32.*W_Q\.to\(X\)"),
+            ((X * torch.nan, q, k, v, target), {}, "Invalid X: it has entries that are not finite"),
+            ((X[:, :0], q, k, v, target), {}, "Must not be empty"),
+            ((X, q, k, v, target), {"mask": CAUSAL.long()}, r"Use mask\.bool\(\)"),
+            ((X, q, k, v, target), {"mask": CAUSAL.double()}, r"Use mask\.bool\(\)"),
+            ((X, q, k, v, target), {"mask": CAUSAL.double() * torch.inf}, "must not be NaN or"),
             ((X, q, k[:, :, :1], v, target), {}, "Invalid W_K of shape"),
             ((X, q, k, v[:, :2], target), {}, "Invalid W_V of shape"),
             ((X, q[0, 0], k, v, target), {}, "Invalid W_Q of shape"),
@@ -283,5 +306,39 @@ class TestErrors:
             hessian.block("query", "query", part="half")
         with pytest.raises(ValueError, match="A factored block has"):
             hessian.factored("query", part="score_outer")
-        with pytest.raises(ValueError, match="Must be the numbers of the classes"):
-            CrossEntropy(torch.ones(2, 3), torch.zeros(2))
+        for head in (-1, 1, True, 0.0):
+            with pytest.raises(ValueError, match=f"Invalid head={head!r}. Must be an integer from 0 to 0"):
+                hessian.factored("query", head)
+            with pytest.raises(ValueError, match="Invalid head="):
+                hessian.block("query", "query", heads=(0, head))
+            with pytest.raises(ValueError, match="Invalid head="):
+                hessian.score_functional_spectrum(head)
+        with pytest.raises(ValueError, match=r"Invalid heads=\(0,\)"):
+            hessian.block("query", "query", heads=(0,))
+        with pytest.raises(ValueError, match="Invalid g of shape"):
+            hessian.attention.functional("query", "key", target.mT)
+
+    def test_targets_of_cross_entropy(self):
+        for targets, message in (
+            (torch.zeros(2), "Must be the numbers of the classes"),
+            (torch.tensor([0, -100]), "Positions without one"),
+            (torch.tensor([0, 3]), "from 0 to 2"),
+            (torch.tensor([0, 1], dtype=torch.int32), "torch.int64"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                CrossEntropy(torch.ones(2, 3), targets)
+        with pytest.raises(ValueError, match="Invalid bias of shape"):
+            CrossEntropy(torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(2))
+
+
+def test_weights_that_require_gradients():
+    """Parameters of a model go in as they are, the weight of its head transposed: no graph comes out."""
+    X, weights, target = draw()
+    head = torch.nn.Linear(3, 5, bias=False).double()
+    trained = {role: w.clone().requires_grad_() for role, w in weights.items()}
+    for loss in (CrossEntropy(head.weight.T, torch.zeros(1, 4, dtype=torch.long)), SquaredError(target.requires_grad_())):
+        hessian = SelfAttentionHessian(X.requires_grad_(), *trained.values(), loss=loss)
+        plain = SelfAttentionHessian(X, *weights.values(), loss=loss)
+        assert not hessian.dense().requires_grad
+        assert torch.equal(hessian.dense(), plain.dense())
+        assert not hessian.factored("key").trace().requires_grad

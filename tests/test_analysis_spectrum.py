@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from matrices import SPECTRA, AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
 
 from blockopt.analysis.spectrum import SpectralDensity, check_symmetric, lanczos, spectral_density, symmetric_log
-from tests.matrices import SPECTRA, AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
 
 
 @pytest.mark.parametrize("name", SPECTRA)

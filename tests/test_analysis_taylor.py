@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import build, hessian, language_loss, trainable
+from helpers import tiny_gpt, token_loss
+from models import block_index
 from torch import nn
 
 from blockopt import find_blocks
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
 from blockopt.scaling import block_groups
-from tests.dense import build, hessian, language_loss, trainable
-from tests.helpers import tiny_gpt, token_loss
-from tests.models import block_index
 
 
 @pytest.fixture

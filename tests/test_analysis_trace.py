@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
+from matrices import AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
 
 from blockopt.analysis.trace import Estimate, diagonal, squared_frobenius, trace
-from tests.matrices import AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
 
 MODULE = sys.modules["blockopt.analysis.trace"]  # the package may name the function so
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import Attention, Net, assert_means, build, gauss_newton_means, language_loss, tokens_of
+from models import FAMILIES, SEQUENCES, loss_of, timm_vit
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -13,8 +15,6 @@ from blockopt.curvature._layers import capture_layers, checked
 from blockopt.curvature._losses import CaptureLosses, LossCurvature
 from blockopt.curvature.analytic import _independence
 from blockopt.split import block_numel
-from tests.dense import Attention, Net, assert_means, build, gauss_newton_means, language_loss, tokens_of
-from tests.models import FAMILIES, SEQUENCES, loss_of, timm_vit
 
 OWN = {"nanogpt", "timm_vit", "cnn", "mlp", *SEQUENCES}  # in float64 throughout; transformers computes its loss in float32
 

@@ -6,12 +6,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import Attention, assert_means, build, language_loss, tokens_of, trainable
 from torch import nn
 
 from blockopt import find_blocks
 from blockopt.curvature import along_update, analytic, directional, gauss_newton, gradient, hutchinson, newton, power_law
 from blockopt.curvature._passes import undisturbed
-from tests.dense import Attention, assert_means, build, language_loss, tokens_of, trainable
 
 
 def with_update(estimator, **options):

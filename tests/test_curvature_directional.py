@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import assert_means, build, hessian, language_loss, means_by_block, trainable
+from models import block_index
 from torch import nn
 
 from blockopt import find_blocks
 from blockopt.curvature import along_update, directional, gradient, newton
 from blockopt.scaling import block_groups
-from tests.dense import assert_means, build, hessian, language_loss, means_by_block, trainable
-from tests.models import block_index
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import build, tokens_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,7 +18,6 @@ from blockopt.curvature._attention_forms import (
     score_derivatives,
 )
 from blockopt.curvature._layers import capture_layers, squared_rows, squared_sums, uses_of
-from tests.dense import build, tokens_of
 
 SCALE = 0.7
 

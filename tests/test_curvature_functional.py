@@ -3,10 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from blockopt import find_blocks
-from blockopt.curvature import analytic
-from tests.dense import (
+from dense import (
     assert_means,
     build,
     functional_diagonal,
@@ -17,7 +14,10 @@ from tests.dense import (
     tokens_of,
     trainable,
 )
-from tests.models import FAMILIES, loss_of
+from models import FAMILIES, loss_of
+
+from blockopt import find_blocks
+from blockopt.curvature import analytic
 
 KINDS = [{}, {"fused": True}, {"heads": 4, "groups": 2}, {"heads": 4, "groups": 1, "fused": True, "repeat": True}]
 KINDS += [{"causal": False}, {"scale": 0.9}, {"factor": 1.7}]

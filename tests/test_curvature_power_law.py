@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from dense import build
+from models import FAMILIES
+from test_layouts_agree import assign, canonical, contiguous, conv1d, interleaved, pack, separate
 from torch import nn
 
 from blockopt import find_blocks
 from blockopt.curvature import power_law
 from blockopt.curvature.power_law import EXPONENTS
 from blockopt.split import block_numel
-from tests.dense import build
-from tests.models import FAMILIES
-from tests.test_layouts_agree import assign, canonical, contiguous, conv1d, interleaved, pack, separate
 
 HEADS, GROUPS = 4, 2
 

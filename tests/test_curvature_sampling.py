@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import assert_means, gauss_newton_means, hessian_means
+from models import FAMILIES, VOCAB
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -12,8 +14,6 @@ from blockopt import find_blocks
 from blockopt.curvature import analytic, gauss_newton, hutchinson
 from blockopt.curvature.hutchinson import LARGEST_RATIO, probe_factors
 from blockopt.split import block_sum
-from tests.dense import assert_means, gauss_newton_means, hessian_means
-from tests.models import FAMILIES, VOCAB
 
 LENGTH, GROUPS = 6, 40
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dense import Net, assert_means, build, gauss_newton_means, hessian_means, language_loss, tokens_of, trainable
+from models import FAMILIES, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from blockopt import find_blocks
 from blockopt.curvature import analytic, directional, gauss_newton, gradient, hutchinson, power_law
-from tests.dense import Net, assert_means, build, gauss_newton_means, hessian_means, language_loss, tokens_of, trainable
-from tests.models import FAMILIES, loss_of
 
 
 def along(method):

@@ -12,17 +12,17 @@ from blockopt.analysis.block_mass import block_mass, off_diagonal_mass
 from blockopt.analysis.block_table import block_table, measure_blocks
 from blockopt.analysis.dense import dense, dense_block
 from blockopt.analysis.eigenpairs import top_eigenpairs
-from blockopt.analysis.factored_attention import KroneckerSum
 from blockopt.analysis.feed_forward import FeedForwardHessian, LinearNetworkHessian
 from blockopt.analysis.growth import fit_exponent, growth
 from blockopt.analysis.heterogeneity import jensen_shannon, negative_share, norm_spread
+from blockopt.analysis.kronecker_sum import KroneckerSum
 from blockopt.analysis.normalization import Normalization
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator
 from blockopt.analysis.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.positionwise_loss import PositionwiseLoss
 from blockopt.analysis.scalar_attention import ScalarAttention
 from blockopt.analysis.self_attention import SelfAttentionHessian
-from blockopt.analysis.spectrum import lanczos, spectral_density
+from blockopt.analysis.spectrum import check_symmetric, lanczos, spectral_density
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences
 from blockopt.analysis.trace import diagonal, squared_frobenius, trace
 from blockopt.analysis.transformer import TransformerBlockHessian
@@ -48,6 +48,7 @@ __all__ = [
     "block_mass",
     "block_table",
     "bound_table",
+    "check_symmetric",
     "dense",
     "dense_block",
     "diagonal",

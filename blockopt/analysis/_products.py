@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from blockopt.analysis.spectrum import SymmetricOperator
 
 
-def size(operator: SymmetricOperator) -> int:
-    """The dimension n of an operator of shape (n, n) and a real dtype."""
+def size(operator: SymmetricOperator, check_tensor: bool = True) -> int:
+    """The dimension n of an operator of shape (n, n) and a real dtype; a tensor is looked at, whether it is symmetric."""
     if not isinstance(getattr(operator, "dtype", None), torch.dtype) or not hasattr(operator, "shape"):
         wanted = "a tensor, or have shape, a torch dtype, device and `A @ v`. torch.as_tensor makes a tensor of an array."
         raise TypeError(f"Invalid operator of type {type(operator).__name__}. Must be {wanted}")
@@ -24,6 +24,14 @@ def size(operator: SymmetricOperator) -> int:
         raise ValueError(
             f"Invalid operator of dtype {operator.dtype}. Must be a real floating-point one, such as torch.float64."
         )
+    if isinstance(operator, Tensor) and check_tensor:
+        matrix = operator.detach()
+        asymmetry, largest = float((matrix - matrix.mT).abs().max()), float(matrix.abs().max())
+        if asymmetry > torch.finfo(operator.dtype).eps ** 0.5 * largest:
+            raise ValueError(
+                f"Invalid matrix: entries differ from their mirror images by up to {asymmetry:.3g}, the largest is "
+                f"{largest:.3g}. Must be symmetric: (A + A.mT) / 2 is."
+            )
     return shape[0]
 
 

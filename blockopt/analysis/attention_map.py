@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+from blockopt.analysis._checks import check_number, check_option, check_tensors
+from blockopt.analysis.dense import check_memory
 
 ROLES = ("query", "query_key", "key", "value", "output")
 SCORE_ROLES = ("query", "query_key", "key")
@@ -176,6 +179,9 @@ class AttentionHead:
 class AttentionMap:
     """Self-attention as a function of its weights: its output, its Jacobians, its contracted second derivatives.
 
+    Every head has weights of its own: keys shared by several heads (GQA) and rotated ones (RoPE) are not here; a
+    `HessianOperator` takes both.
+
     Args:
         X: Tokens, (L, d) or (B, L, d).
         W_Q: Query weights, (d, dk), or (H, d, dk) for H heads; for "single" the matrix W_QK, (d, d) or (H, d, d).
@@ -212,11 +218,11 @@ class AttentionMap:
         single = parametrization == "single"
         _check_options(W_K, activation, parametrization)
         X = X.detach().unsqueeze(0) if X.ndim == 2 else X.detach()
-        if X.ndim != 3 or not X.is_floating_point():
-            raise ValueError(
-                f"Invalid X of shape {tuple(X.shape)} and {X.dtype}. Must be (L, d) or (B, L, d), of floating point."
-            )
+        if X.ndim != 3:
+            raise ValueError(f"Invalid X of shape {tuple(X.shape)}. Must be (L, d) or (B, L, d).")
         weights = {"W_Q": W_Q, "W_K": W_K, "W_V": W_V, "W_U": W_U}
+        named = {f"bias of {role}": b for role, b in (biases or {}).items()}
+        check_tensors({"X": X} | {name: weight for name, weight in weights.items() if weight is not None} | named)
         stacked = {name: _stacked(name, weight) for name, weight in weights.items() if weight is not None}
         self.num_heads = len(stacked["W_Q"])
         width, key_width, value_width = X.shape[-1], stacked["W_Q"].shape[-1], stacked["W_V"].shape[-1]
@@ -224,7 +230,13 @@ class AttentionMap:
         expected["W_U"] = (value_width, stacked["W_U"].shape[-1] if "W_U" in stacked else 0)
         for name, weight in stacked.items():
             if weight.shape != (self.num_heads, *expected[name]):
-                raise ValueError(f"Invalid {name} of shape {tuple(weight.shape)}. Must be {(self.num_heads, *expected[name])}.")
+                shared = (
+                    " For heads that share keys and values give the sum over them yourself."
+                    if len(weight) < self.num_heads
+                    else ""
+                )
+                wanted = (self.num_heads, *expected[name])
+                raise ValueError(f"Invalid {name} of shape {tuple(weight.shape)}. Must be {wanted}.{shared}")
         visible, bias = _read_mask(mask, X, activation)
         scale = (1.0 if single else 1 / math.sqrt(key_width)) if scale is None else float(scale)
         none = [None] * self.num_heads
@@ -234,7 +246,7 @@ class AttentionMap:
             AttentionHead(X, *weights_of_head, visible, bias, scale, activation == "softmax", added_to_head)
             for weights_of_head, added_to_head in zip(weights_of_heads, zip(*added))
         ]
-        self.scale, self.X = scale, X
+        self.scale, self.X, self.biased = scale, X, bool({"query", "key"} & (biases or {}).keys())
         self.roles = (*(("query_key",) if single else ("query", "key")), "value", *(("output",) if W_U is not None else ()))
         names = {"query_key": "W_Q", "query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_U"}
         self.shapes = {role: tuple(stacked[names[role]].shape[1:]) for role in self.roles}
@@ -250,7 +262,8 @@ class AttentionMap:
         """The derivative of the output by a weight, (B L d_out, n): of one head, or of all heads one after the other."""
         if head is None:
             return torch.cat([self.jacobian(role, number) for number in range(self.num_heads)], 1)
-        self.size(role)
+        check_number("head", head, self.num_heads)
+        check_memory(self.output.numel(), self.size(role), self.X.dtype, self.X.device)
         factor, W_U = self.heads[head].factor(role), self.heads[head].W_U
         core = factor.core
         if factor.projected and W_U is not None:
@@ -264,6 +277,8 @@ class AttentionMap:
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """`Σ g · ∂²F / ∂W_row ∂W_column`, (H n_row, H n_column): zero between different heads (Appendix E)."""
         sizes = self.size(row), self.size(column)
+        if g.shape[-2:] != self.output.shape[-2:] or g.numel() != self.output.numel():
+            raise ValueError(f"Invalid g of shape {tuple(g.shape)}. Must be that of the output, {tuple(self.output.shape)}.")
         g = g.reshape(self.output.shape)
         gradients = [head.score_gradient(head.before_output(g)) for head in self.heads]
         blocks = [head.functional(row, column, g, w).reshape(sizes) for head, w in zip(self.heads, gradients)]
@@ -272,10 +287,8 @@ class AttentionMap:
 
 
 def _check_options(W_K: Tensor | None, activation: str, parametrization: str) -> None:
-    if activation not in ("softmax", "linear"):
-        raise ValueError(f"Invalid activation={activation!r}. Must be 'softmax' or 'linear'.")
-    if parametrization not in ("query_key", "single"):
-        raise ValueError(f"Invalid parametrization={parametrization!r}. Must be 'query_key' or 'single'.")
+    check_option("activation", activation, get_args(Activation))
+    check_option("parametrization", parametrization, get_args(Parametrization))
     if (W_K is None) != (parametrization == "single"):
         fix = (
             "pass W_QK as W_Q, and None for W_K"
@@ -319,6 +332,12 @@ def _read_mask(mask: Tensor | None, X: Tensor, activation: str) -> tuple[Tensor,
         return torch.ones((), dtype=torch.bool, device=X.device).expand(shape), None
     if mask.shape not in (shape, shape[1:]):
         raise ValueError(f"Invalid mask of shape {tuple(mask.shape)}. Must be {shape[1:]} or {shape}.")
+    if mask.dtype != torch.bool and (
+        not mask.is_floating_point() or bool((mask == 1).any() and ((mask == 0) | (mask == 1)).all())
+    ):
+        raise ValueError(f"Invalid mask of {mask.dtype}, all 0 and 1: numbers would be added to the scores. Use mask.bool().")
+    if mask.dtype != torch.bool and not bool((mask < math.inf).all()):
+        raise ValueError("Invalid mask: numbers that are added to the scores must not be NaN or +inf; -inf hides a token.")
     visible = mask if mask.dtype == torch.bool else mask > -math.inf
     if not bool(visible.any(-1).all()):
         raise ValueError("Invalid mask: a position sees no other, not even itself. Let it see itself, or leave it out.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -56,6 +57,8 @@ def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | Non
     size = operator.shape[0]
     check_memory(size, size, operator.dtype, operator.device, chunk, max_bytes)
     matrix = _columns(operator, torch.arange(size), torch.arange(size), chunk, progress)
+    if not bool(torch.isfinite(matrix).all()):
+        raise FloatingPointError("The matrix has entries that are not finite. Check weights and data for NaN or infinity.")
     largest, asymmetry = 0.0, 0.0
     for start in range(0, size, chunk):  # in bands: no second matrix
         upper, lower = matrix[start : start + chunk, start:], matrix[start:, start : start + chunk].T
@@ -145,13 +148,23 @@ def check_memory(
         )
 
 
+def _free_in_container() -> float:
+    """Bytes that a control group of Linux leaves, infinity without one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as most, open("/sys/fs/cgroup/memory.current") as now:
+            return int(most.read()) - int(now.read())
+    except (OSError, ValueError):  # the file says "max" if there is no limit
+        return math.inf
+
+
 def _free_memory(device: torch.device) -> int | None:
     """Bytes, None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as file:  # what caches hold can be had too, unlike in sysconf
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        return int(min(free, _free_in_container()))
     except (OSError, StopIteration):
         pass
     try:

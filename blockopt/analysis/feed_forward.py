@@ -24,11 +24,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from blockopt.analysis._checks import Part, check_number, check_part, check_tensors
 from blockopt.analysis._unit_matrices import UnitMatrices
-from blockopt.analysis.factored_attention import KroneckerSum, Matrices, PositionMatrices
+from blockopt.analysis.dense import check_memory
+from blockopt.analysis.kronecker_sum import KroneckerSum, Matrices, PositionMatrices
 from blockopt.analysis.output_loss import OutputLoss
 
-Part = Literal["outer", "functional", "full"]
 Activation = Literal["identity", "relu", "gelu", "gelu_tanh", "silu"]
 CHUNK_BYTES = 2**27
 MLP_ROLES = ("mlp_in", "mlp_in_bias", "mlp_gate", "mlp_out", "mlp_out_bias")
@@ -129,11 +130,13 @@ class FeedForwardMap:
                 raise ValueError(
                     f"Invalid {name} of shape {tuple(value.shape)}. Must be {wanted[name]} to fit Y, W_in and W_out."
                 )
+        check_tensors({"Y": Y} | {name: value for name, value in given.items() if value is not None})
         Y, W_in, W_out = Y.detach(), W_in.detach(), W_out.detach()
         W_gate, b_in, b_out = (None if value is None else value.detach() for value in (W_gate, b_in, b_out))
-        present = (True, b_in is not None, W_gate is not None, True, b_out is not None)
-        self.roles = tuple(role for role, there in zip(MLP_ROLES, present) if there)
         self.W_out = W_out
+        parameters = (W_in, b_in, W_gate, W_out, b_out)
+        self.sizes = {role: value.numel() for role, value in zip(MLP_ROLES, parameters) if value is not None}
+        self.roles = tuple(self.sizes)
         self.y = Y.flatten(0, -2) if Y.ndim > 1 else Y.unsqueeze(0)  # (N, d)
         u = self.y @ W_in if b_in is None else self.y @ W_in + b_in
         # The units and their derivatives (N, m), by "in" and "gate"
@@ -290,6 +293,8 @@ class FeedForwardHessian:
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, in the order of `roles`, each row-major."""
+        size = sum(self.mlp.sizes.values())
+        check_memory(size, size, self.mlp.y.dtype, self.mlp.y.device)
         return torch.cat([torch.cat([self.block(row, column, part) for column in self.roles], 1) for row in self.roles])
 
     def factored(self, role: str, part: Part = "full") -> KroneckerSum:
@@ -331,6 +336,7 @@ class LinearNetworkHessian:
     def __init__(self, X: Tensor, weights: Sequence[Tensor], loss: OutputLoss) -> None:
         if not weights:
             raise ValueError("Invalid weights=[]. Must be at least one matrix.")
+        check_tensors({"X": X} | {f"weight {number}": W for number, W in enumerate(weights)})
         self.weights = [W.detach() for W in weights]
         self._before = [X.detach()]
         for number, W in enumerate(self.weights):
@@ -348,6 +354,9 @@ class LinearNetworkHessian:
     def block(self, row: int, column: int, part: Part = "full") -> Tensor:
         """∂²loss/∂W_row∂W_column (n_row, n_column), or one of its parts; weights count from 0."""
         check_part(part)
+        for name, number in (("row", row), ("column", column)):
+            check_number(name, number, len(self.weights))
+        check_memory(self.weights[row].numel(), self.weights[column].numel(), self.output.dtype, self.output.device)
         after = [self._product(index + 1, len(self.weights)) for index in (row, column)]
         middle = after[0] @ self._curvature @ after[1].mT  # (N, r, s)
         outer = torch.einsum("na,nb,nrs->arbs", self._before[row], self._before[column], middle)
@@ -359,6 +368,8 @@ class LinearNetworkHessian:
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, first weight first, each row-major."""
+        size = sum(W.numel() for W in self.weights)
+        check_memory(size, size, self.output.dtype, self.output.device)
         number = range(len(self.weights))
         return torch.cat([torch.cat([self.block(row, column, part) for column in number], 1) for row in number])
 
@@ -377,9 +388,3 @@ class LinearNetworkHessian:
         for W in self.weights[start:stop]:
             product = product @ W
         return product
-
-
-def check_part(part: str) -> None:
-    """Raise `ValueError` unless `part` is one of "outer", "functional" and "full"."""
-    if part not in ("outer", "functional", "full"):
-        raise ValueError(f"Invalid part={part!r}. Must be 'outer', 'functional' or 'full'.")

@@ -183,6 +183,9 @@ def growth(measure: Measure, scales: Sequence[float] | Tensor, *, repeats: int =
                 raise ValueError(
                     f"Invalid measure: {wrong} are labels at some scales or seeds only. They must always be the same."
                 )
+            if not all(math.isfinite(norm) for norm in entry.values()):
+                wrong = sorted(label for label, norm in entry.items() if not math.isfinite(norm))[:3]
+                raise ValueError(f"Invalid measure: the norms of {wrong} are not finite at some scale. Use smaller scales.")
     return Growth(ordered, {k: torch.tensor([[e[k] for e in row] for row in found], dtype=torch.float64) for k in labels})
 
 

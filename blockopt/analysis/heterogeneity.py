@@ -179,6 +179,8 @@ def negative_share(spectrum: Spectrum, *, tolerance: float = 1e-9) -> NegativeSh
 
 def _distribution(label: str, spectrum: Spectrum) -> SpectralDensity:
     if isinstance(spectrum, SpectralDensity):
+        if not torch.isfinite(spectrum.nodes).all():
+            raise ValueError(f"Invalid spectrum {label!r}: it has nodes that are not finite.")
         return spectrum
     values = spectrum.detach().cpu().double()
     if values.ndim != 1 or len(values) == 0 or not torch.isfinite(values).all():

@@ -25,10 +25,12 @@ takes the smallest norm of a centred row for σ_min, and is violated. With the s
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from blockopt.analysis._checks import check_option, check_tensors
 
 NormKind = Literal["layer", "rms"]
 
@@ -70,10 +72,10 @@ class Normalization:
         bias: Tensor | None = None,
         epsilon: float = 1e-5,
     ) -> None:
-        if kind not in ("layer", "rms"):
-            raise ValueError(f"Invalid kind={kind!r}. Must be 'layer' or 'rms'.")
-        if x.ndim == 0 or not x.is_floating_point():
-            raise ValueError(f"Invalid x of shape {tuple(x.shape)} and {x.dtype}. Must be floating point, at least one row.")
+        check_option("kind", kind, get_args(NormKind))
+        if x.ndim == 0:
+            raise ValueError("Invalid x of shape (). Must have at least one row.")
+        check_tensors({"x": x} | {name: value for name, value in (("gain", gain), ("bias", bias)) if value is not None})
         for name, value in (("gain", gain), ("bias", bias)):
             if value is not None and value.shape != x.shape[-1:]:
                 raise ValueError(f"Invalid {name} of shape {tuple(value.shape)}. Must be {tuple(x.shape[-1:])}, the last of x.")
@@ -89,6 +91,8 @@ class Normalization:
         self.sigma = (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
         if not bool((self.sigma > 0).all()):
             raise ValueError("A row of x has no variance, and epsilon=0. There is no derivative; use epsilon > 0.")
+        if not bool(torch.isfinite(self.sigma).all()):
+            raise ValueError(f"The squares of x are too large for {x.dtype}. Use x.float() or x.double().")
         self.normalized = centred / self.sigma
         self.output = self.gain * self.normalized + self.bias
 
@@ -138,6 +142,7 @@ class Normalization:
 
     def parameter_jacobian(self, role: Literal["gain", "bias"]) -> Tensor:
         """∂output/∂γ, diag(y), or ∂output/∂β, the identity, of each row (..., d, d)."""
+        check_option("role", role, ("gain", "bias"))
         return torch.diag_embed(self.normalized if role == "gain" else torch.ones_like(self.normalized))
 
     def gain_input_hessian(self, g: Tensor) -> Tensor:

@@ -153,6 +153,8 @@ class ModelOperator(ParameterVector, ABC):
         return product
 
     def _check_deterministic(self) -> None:
+        used, narrow = False, None
+
         def measure(shift: bool, evaluation: Evaluation) -> dict[str, Tensor]:
             parameters = list(self._parameters().values())
             if shift:  # every evaluation starts from the caller's random state, which will be another one the next time
@@ -160,12 +162,27 @@ class ModelOperator(ParameterVector, ABC):
                     torch.rand((), device=device)
             with eager_math():
                 loss = evaluation()
-                gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                reached = torch.autograd.grad(loss, parameters, allow_unused=True)
+            nonlocal used, narrow
+            used = used or any(g is not None for g in reached)
+            narrow = narrow or (torch.finfo(loss.dtype).eps > torch.finfo(self.dtype).eps and loss.dtype)
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, reached)]
             return {"loss": loss.reshape(1, 1), "gradient": self._flatten([g.unsqueeze(0) for g in gradients])}
 
         with torch.inference_mode(False):
             first = batch_means(self._model, self._closures, lambda evaluation: measure(False, evaluation))
             second = batch_means(self._model, self._closures, lambda evaluation: measure(True, evaluation))
+        if not used:
+            raise ValueError(
+                f"The loss depends on none of the {len(self.names)} parameters, {self.names[0]!r} first. Is it the loss of "
+                "another model, such as a copy?"
+            )
+        if narrow:
+            warnings.warn(
+                f"The loss is of {narrow}, the parameters of {self.dtype}: products have the precision of the loss. "
+                "transformers computes its loss in float32; F.cross_entropy(model(...).logits, ...) keeps that of the model.",
+                stacklevel=3,
+            )
         for what in ("loss", "gradient"):
             error, size = float((first[what] - second[what]).norm()), float(first[what].norm())
             if not error <= torch.finfo(first[what].dtype).eps ** 0.5 * size:
@@ -331,6 +348,8 @@ class _CountEntries(TorchDispatchMode):
 
 
 def _closures(losses: Losses) -> list[Loss]:
+    if isinstance(losses, Tensor):
+        raise TypeError("Invalid losses: a tensor. Must be a closure that computes it, such as `lambda: model(**batch).loss`.")
     closures: list[Any] = [losses] if callable(losses) else list(losses)
     if not closures:
         raise ValueError("Invalid losses: no closure. Must be one or more.")

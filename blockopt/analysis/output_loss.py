@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockopt.analysis._checks import check_tensors
+
 # Products of a projection with all probabilities of one position are formed for as many positions at once as fit in here.
 CHUNK_BYTES = 2**27
 
@@ -43,7 +45,7 @@ class SquaredError:
     """
 
     def __init__(self, target: Tensor) -> None:
-        self.target = target
+        self.target = target.detach()
 
     def value(self, output: Tensor) -> Tensor:
         """The loss, a scalar."""
@@ -82,9 +84,18 @@ class CrossEntropy:
     def __init__(self, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> None:
         if weight.ndim != 2:
             raise ValueError(f"Invalid weight of shape {tuple(weight.shape)}. Must be (d, V): width of the output, classes.")
-        if targets.is_floating_point():
-            raise ValueError(f"Invalid targets of dtype {targets.dtype}. Must be the numbers of the classes, integers.")
-        self.weight, self.targets, self.bias = weight, targets, bias
+        if targets.dtype != torch.int64:
+            raise ValueError(f"Invalid targets of {targets.dtype}. Must be the numbers of the classes, of torch.int64.")
+        classes = weight.shape[1]
+        if bias is not None and bias.shape != (classes,):
+            raise ValueError(f"Invalid bias of shape {tuple(bias.shape)}. Must be ({classes},).")
+        if targets.numel() == 0 or not bool(((targets >= 0) & (targets < classes)).all()):
+            raise ValueError(
+                f"Invalid targets: classes must be from 0 to {classes - 1}. Positions without one (-100) are not for closed "
+                "forms: cut them off, or use a HessianOperator."
+            )
+        check_tensors({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        self.weight, self.targets, self.bias = weight.detach(), targets, None if bias is None else bias.detach()
 
     def value(self, output: Tensor) -> Tensor:
         """The loss, a scalar."""
@@ -116,6 +127,7 @@ class CrossEntropy:
     def _logits(self, output: Tensor) -> Tensor:
         if output.shape[-1] != self.weight.shape[0]:
             raise ValueError(f"Invalid weight of shape {tuple(self.weight.shape)}. Its first size must be {output.shape[-1]}.")
+        check_tensors({"output": output, "weight of the head": self.weight})
         logits = output @ self.weight
         return logits if self.bias is None else logits + self.bias
 

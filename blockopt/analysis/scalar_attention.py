@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from blockopt.analysis._checks import check_tensors
+
 Sink = Literal["input", "score"]
 
 
@@ -227,3 +229,4 @@ def _check(x: Tensor, y: Tensor, w_Q: Tensor, w_K: Tensor) -> None:
     if not x.is_floating_point() or any(t.dtype != x.dtype for t in (y, w_Q, w_K)):
         given = ", ".join(str(t.dtype) for t in (x, y, w_Q, w_K))
         raise ValueError(f"Invalid dtypes {given} of x, y, w_Q, w_K. Must be one floating dtype, best float64.")
+    check_tensors({"x": x, "y": y, "w_Q": w_Q, "w_K": w_K})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis._checks import check_number, check_option
 from blockopt.analysis.attention_map import (
     SCORE_ROLES,
     Activation,
@@ -20,14 +21,14 @@ from blockopt.analysis.attention_map import (
     outer_matrices,
 )
 from blockopt.analysis.dense import check_memory
-from blockopt.analysis.factored_attention import KeyMatrices, KroneckerSum, Matrices, SharedMatrix
+from blockopt.analysis.key_matrices import KeyMatrices
+from blockopt.analysis.kronecker_sum import KroneckerSum, Matrices, SharedMatrix
 from blockopt.analysis.output_loss import OutputLoss, SquaredError
 
 __all__ = ["AttentionMap", "Part", "SelfAttentionHessian"]
 
 Part = Literal["outer", "functional", "full", "score_outer", "score_functional"]
 Place = tuple[str, int]  # role and head
-PARTS = ("outer", "functional", "full", "score_outer", "score_functional")
 
 
 class SelfAttentionHessian:
@@ -121,9 +122,13 @@ class SelfAttentionHessian:
             part: Which summand.
             heads: The head of each; all heads one after the other by default, (H n_row, H n_column).
         """
-        _check_part(part)
+        check_option("part", part, get_args(Part))
         for role in (row, column):
             self.attention.size(role)  # raises if there is none
+        if heads is not None and (not isinstance(heads, tuple) or len(heads) != 2):
+            raise ValueError(f"Invalid heads={heads!r}. Must be two numbers, one of the row and one of the column.")
+        for head in heads or ():
+            check_number("head", head, self.num_heads)
         numbers = range(self.num_heads)
         rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
         columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
@@ -140,7 +145,7 @@ class SelfAttentionHessian:
         Raises:
             ValueError: If it does not fit into memory: `factored` does.
         """
-        _check_part(part)
+        check_option("part", part, get_args(Part))
         places = [(role, head) for role in self.roles for head in range(self.num_heads)]
         factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
@@ -169,6 +174,7 @@ class SelfAttentionHessian:
         if part not in ("outer", "functional", "full"):
             raise ValueError(f"Invalid part={part!r}. A factored block has outer, functional and full.")
         self.attention.size(role)
+        check_number("head", head, self.num_heads)
         one = self.attention.heads[head]
         if role == "key":
             of_keys = KeyMatrices(one, self._curvature(head), self.score_gradients[head], part)
@@ -192,24 +198,29 @@ class SelfAttentionHessian:
 
         `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, not symmetric. In print (Remark D.1) the factor of the loss is missing from it.
         """
-        self._query_key()
+        self._query_key(head)
         values = torch.linalg.svdvals(self.attention.heads[head].score_mixed(self.score_gradients[head]))
         return torch.cat([values, -values]).repeat_interleave(self.attention.shapes["query"][1]).sort().values
 
     def score_outer_rank_bound(self, head: int = 0) -> int:
         """A bound on the rank of the "score_outer" part: Lemma D.2, and a sharper one where sequences are short.
 
-        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² else. The part is also a sum over positions i of matrices of rank
-        `min(d, n_i - 1)` at most, if i sees n_i tokens: only differences between tokens count.
+        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² else; with biases of queries or keys there is only the number of
+        weights, `2 dk d`. The part is also a sum over positions i of matrices of rank `min(d, n_i - 1)` at most, if i sees n_i
+        tokens: only differences between tokens count.
         """
-        self._query_key()
+        self._query_key(head)
         width, key_width = self.attention.shapes["query"]
         lemma = 2 * key_width * width - key_width**2 if key_width < width else width**2
+        if self.attention.biased:  # queries and keys are not linear in the tokens then, which the lemma needs
+            lemma = 2 * key_width * width
         one = self.attention.heads[head]
         seen = one.visible.sum(-1) - (1 if one.softmax else 0)
-        return min(lemma, int(seen.clamp(max=width).sum()))
+        apart = width + (1 if self.attention.biased and not one.softmax else 0)  # softmax does not see a constant
+        return min(lemma, int(seen.clamp(max=apart).sum()))
 
-    def _query_key(self) -> None:
+    def _query_key(self, head: int) -> None:
+        check_number("head", head, self.num_heads)
         if "key" not in self.roles:
             raise ValueError("Queries and keys are one matrix here: there is no functional part at the scores.")
 
@@ -246,8 +257,3 @@ class SelfAttentionHessian:
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
         return entries
-
-
-def _check_part(part: str) -> None:
-    if part not in PARTS:
-        raise ValueError(f"Invalid part={part!r}. Must be one of {', '.join(PARTS)}.")

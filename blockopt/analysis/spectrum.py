@@ -127,7 +127,7 @@ def check_symmetric(
         >>> check_symmetric(torch.eye(3))
         0.0
     """
-    size(operator)
+    size(operator, check_tensor=False)
     generator = default_generator(generator)
     # Rounded as the product rounds them: else float32 would look less symmetric than it is.
     u, v = (random_normal(operator, generator).to(operator.dtype).double() for _ in range(2))

@@ -37,8 +37,10 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis._biased_attention import ATTENTION_ROLES, FIRST_ROLES, BiasedAttention
-from blockopt.analysis.factored_attention import KroneckerSum
-from blockopt.analysis.feed_forward import MLP_ROLES, Activation, FeedForwardHessian, FeedForwardMap, Part, check_part
+from blockopt.analysis._checks import Part, check_option, check_part, check_tensors
+from blockopt.analysis.dense import check_memory
+from blockopt.analysis.feed_forward import MLP_ROLES, Activation, FeedForwardHessian, FeedForwardMap
+from blockopt.analysis.kronecker_sum import KroneckerSum
 from blockopt.analysis.normalization import Normalization, NormKind
 from blockopt.analysis.output_loss import OutputLoss
 from blockopt.analysis.self_attention import SelfAttentionHessian
@@ -157,11 +159,12 @@ class TransformerBlockHessian:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> None:
-        if arrangement not in get_args(Arrangement):
-            raise ValueError(f"Invalid arrangement={arrangement!r}. Must be 'pre' or 'post'.")
-        if norm not in (*get_args(NormKind), None):
-            raise ValueError(f"Invalid norm={norm!r}. Must be 'layer', 'rms' or None.")
+        check_option("arrangement", arrangement, get_args(Arrangement))
+        check_option("norm", norm, (*get_args(NormKind), None))
+        if X.ndim not in (2, 3):
+            raise ValueError(f"Invalid X of shape {tuple(X.shape)}. Must be (L, d) or (B, L, d).")
         _check_weights(weights, arrangement, norm, final_norm)
+        check_tensors({"X": X, **weights})
         weights = {role: weight.detach() for role, weight in weights.items()}
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
         first = Normalization(X, kind=norm, epsilon=epsilon).output if norm and arrangement == "pre" else X
@@ -206,6 +209,8 @@ class TransformerBlockHessian:
     def block(self, row: str, column: str, part: Part = "full") -> Tensor:
         """∂²loss/∂row∂column, (n_row, n_column), or its outer product (Gauss-Newton) or functional part."""
         check_part(part)
+        for role in {row, column} & self.sizes.keys():  # the Jacobian is larger than the block
+            check_memory(self.output.numel(), self.sizes[role], self.output.dtype, self.output.device)
         if part == "outer":
             return self._outer(row, column)
         functional = self._functional(row, column)
@@ -213,6 +218,7 @@ class TransformerBlockHessian:
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, in the order of `roles`."""
+        check_memory(sum(self.sizes.values()), sum(self.sizes.values()), self.output.dtype, self.output.device)
         starts = {role: sum(list(self.sizes.values())[:number]) for number, role in enumerate(self.roles)}
         places = {role: slice(start, start + self.sizes[role]) for role, start in starts.items()}
         whole = self.output.new_empty(sum(self.sizes.values()), sum(self.sizes.values()))

@@ -51,7 +51,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.analysis.feed_forward import Part, check_part
+from blockopt.analysis._checks import Part, check_part
 from blockopt.analysis.normalization import Normalization
 from blockopt.analysis.output_loss import SquaredError
 from blockopt.analysis.self_attention import SelfAttentionHessian

@@ -133,8 +133,8 @@ class LossCurvature:
         if not used:
             raise ValueError(
                 "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton "
-                "needs one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use 'newton', 'secant', "
-                "'directional' or 'hutchinson', which take any loss."
+                "needs one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use what takes any loss: the "
+                "curvatures 'newton', 'secant', 'directional' and 'hutchinson', or a HessianOperator."
             )
         seen = sum(float((call.value.detach() * derivative).sum()) for call, derivative in used)
         if abs(seen - float(loss.detach())) > 1e-2 * abs(float(loss.detach())):
