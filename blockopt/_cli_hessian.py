@@ -81,6 +81,10 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> None:
     if options.batch < 1:
         raise ValueError(f"Invalid --batch {options.batch}. Must be an integer >= 1.")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"Invalid --device {options.device}: {str(error).splitlines()[0]}") from None
     folder = None if options.out is None else Path(options.out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)  # now, not after an hour

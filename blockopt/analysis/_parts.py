@@ -121,7 +121,12 @@ def _estimate(values: Tensor, exact: bool) -> Estimate:
 
 
 def total(estimates: list[Estimate]) -> Estimate:
-    """The sum of independent estimates."""
+    """The sum of independent estimates.
+
+    Example:
+        >>> total([Estimate(1.0, 3.0, 10), Estimate(2.0, 4.0, 10)])
+        Estimate(value=3.0, standard_error=5.0, num_products=20)
+    """
     values, errors, products = zip(*estimates)
     return Estimate(sum(values), math.hypot(*errors), sum(products))
 

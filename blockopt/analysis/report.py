@@ -328,14 +328,14 @@ class _Measure:
         if exact and (needed := memory_needed(largest, largest, torch.float64) + 8 * largest**2) > free:
             raise ValueError(
                 f"The largest block has {largest:,} parameters: built, and with its eigenvalues, it needs {needed / GIB:,.1f} "
-                f"GiB, and {free / GIB:,.1f} GiB are free. Choose smaller blocks (by='head'), fewer parameters (only=...), or "
-                "exact=False, which needs products only."
+                f"GiB, and {free / GIB:,.1f} GiB are free. Choose smaller blocks (by head), fewer parameters (only), or not "
+                "exact: estimates need products only."
             )
         vectors = max(self.num_steps if self.num_starts else 0, 2 * self.top + 10, 20) + 6
         if (needed := 8 * vectors * whole.shape[0]) > free:
             raise ValueError(
                 f"{vectors} vectors of {whole.shape[0]:,} parameters need {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB "
-                "are free. Choose fewer parameters (only=...), steps or top eigenvalues."
+                "are free. Choose fewer parameters (only), steps or top eigenvalues."
             )
 
 
