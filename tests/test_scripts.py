@@ -61,7 +61,7 @@ def test_bad_arguments_are_refused(arguments):
 @pytest.mark.parametrize(
     "script",
     [
-        *("recipes/demo.py", "recipes/block_lr.py"),
+        *("recipes/demo.py", "recipes/block_lr.py", "recipes/train.py", "recipes/train_hf.py"),
         *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py"),
     ],
 )
