@@ -1,7 +1,7 @@
 """The paper's formulas as printed, where they are right, and corrected where not, against autograd in float64.
 
-Kronecker forms of Theorems 3.1 and 3.2, Remarks 3.1, 4.1 and D.1, Lemmas 4.1, B.1, B.2, B.3, C.1 and D.1 of "What does it mean
-to be a transformer?" (ICLR 2025). One sequence, one head, squared error.
+Definition 3.1, Theorems 3.1 and 3.2, Remarks 3.1, 4.1, C.1, D.1 and E.1, Lemmas 4.1, B.1, C.1 and D.1 of "What does it mean to
+be a transformer?" (ICLR 2025); its matrix calculus is in test_analysis_matrix_calculus.py. One sequence, squared error.
 """
 
 import math
@@ -16,8 +16,10 @@ from attention_reference import (
     autograd_jacobian,
     autograd_outer,
     draw,
+    flat,
     mean_squared,
     sizes_of,
+    unflat,
 )
 from torch.func import jacrev
 
@@ -174,7 +176,44 @@ def test_remark_c_1_two_tokens():
     assert_close(found, printed, 1e-14)
 
 
-def test_lemma_b_1_and_remark_e_1_jacobians():
+def test_remark_e_1_jacobians_of_many_heads():
+    """With W_V^h = W_O^h W_U^h, in the paper's names; `value` and `output` here."""
+    X3, weights, _ = draw(heads=2, dv=2, d_out=3)
+    X, (L, d), dk = X3[0], X3[0].shape, 2
+    J, slices = autograd_jacobian(X3, weights), sizes_of(weights)
+    n = d * dk
+    for h in range(2):
+        W_Q, W_K, W_O, W_U = (weights[role][h] for role in ("query", "key", "value", "output"))
+        A = (X @ W_Q @ W_K.T @ X.T / math.sqrt(dk)).softmax(-1)
+        lifted = kron(eye(L), (X @ W_O @ W_U).T.contiguous()) @ softmax_jacobian(A)
+        start = slices["query"].start + h * n
+        assert_close(J[:, start : start + n], lifted @ kron(X, X @ W_K) / math.sqrt(dk))
+        start = slices["value"].start + h * n
+        assert_close(J[:, start : start + n], kron(A @ X, eye(3)) @ kron(eye(d), W_U.T.contiguous()))  # ∂F/∂W_V ∂W_V/∂W_O
+        start = slices["output"].start + h * 6
+        assert_close(J[:, start : start + 6], kron(A @ X @ W_O, eye(3)))
+
+
+def test_second_derivatives_of_the_layer():
+    """Φ = ∂²F of the second paper's Theorem 5, without the factor 2/(L d) that it keeps, and with I_L for its one I_{d_V}."""
+    for p in papers():
+        slices = sizes_of(p.weights)
+        exact = jacrev(jacrev(lambda v: attend(p.X3, unflat(v, p.weights)).flatten()))(flat(p.weights))  # noqa: B023
+        root = math.sqrt(p.dk)
+        lifted = kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
+
+        def phi(row, column):
+            return exact[:, slices[row], slices[column]].flatten(0, 1)  # noqa: B023
+
+        queries = kron(lifted, p.W_K.T.contiguous()) @ p.Z2 / p.dk
+        assert_close(queries @ p.query_side, phi("query", "query"))
+        assert_close(kron(eye(p.L), p.S) @ p.Z1 @ p.query_side / root, phi("value", "query"))
+        mixed = kron(lifted @ kron(p.Z1, eye(p.d)) @ p.S, eye(p.dk)) / root
+        assert_close(queries @ p.key_side + mixed, phi("query", "key"))
+        assert float((p.c * queries @ p.query_side - phi("query", "query")).abs().max()) > 1e-4  # as printed
+
+
+def test_lemma_b_1_jacobians():
     for p in papers():
         slices = sizes_of(p.weights)
         J = autograd_jacobian(p.X3, p.weights)
@@ -183,16 +222,6 @@ def test_lemma_b_1_and_remark_e_1_jacobians():
         assert_close(J[:, slices["value"]], kron(p.M1, eye(p.d)))
         assert_close(J[:, slices["query"]], lifted @ kron(p.X, p.X @ p.W_K) / root)
         assert_close(J[:, slices["key"]], lifted @ kron(p.X @ p.W_Q, p.X) @ commutation_matrix(p.dk, p.d) / root)
-
-
-def test_matrix_calculus_of_appendices_a_and_b():
-    """Equation 13 is wrong in print; corrected: `vec(A) = (A ⊗ I_m) vec(I_m)` for A of shape (n, m)."""
-    A = draw(L=3, d=4)[0][0]  # (3, 4)
-    assert_close(kron(A, eye(4)) @ vec_of_identity(4), A.reshape(-1, 1), 1e-14)
-    K = commutation_matrix(4, 3)
-    assert torch.equal(K @ A.flatten(), A.T.flatten())
-    assert torch.equal(K @ K.T, eye(12))
-    assert torch.equal(commutation_matrix(3, 4), K.T)
 
 
 def test_remark_4_1_linear_attention():
@@ -249,6 +278,13 @@ def test_remark_d_1_with_the_missing_factor_and_the_right_order():
         n = p.d * p.dk
         exact = autograd_hessian(p.X3, p.weights, p.loss)[: 2 * n, : 2 * n]
         assert_close(outer + hollow, exact)
+        swapped = torch.cat([p.key_side, p.query_side], 1)
+        printed = swapped.T @ U @ swapped / p.dk + kron(
+            torch.cat([torch.cat([zero, B.T], 1), torch.cat([B, zero], 1)]), eye(p.dk)
+        ) / math.sqrt(p.dk)
+        assert float((printed - exact).abs().max()) > 1e-3 * float(exact.abs().max())
+        order = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])  # [W_K; W_Q], and the factor
+        assert_close(p.c * printed, exact[order][:, order])
         found = torch.cat(
             [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
         )

@@ -184,3 +184,18 @@ def test_errors():
         LinearNetworkHessian(draw(6, 2), [], SquaredError(draw(6, 2)))
     with pytest.raises(ValueError, match="Invalid weight 1 of shape"):
         LinearNetworkHessian(draw(6, 2), [draw(2, 3), draw(2, 2)], SquaredError(draw(6, 2)))
+    linear = LinearNetworkHessian(draw(6, 2), [draw(2, 3), draw(3, 2)], SquaredError(draw(6, 2)))
+    for number in (-1, 2):  # no counting from the end
+        with pytest.raises(ValueError, match=f"Invalid column={number}. Must be an integer from 0 to 1"):
+            linear.block(0, number)
+    with pytest.raises(ValueError, match=r"Invalid W_in of torch\.float32"):
+        FeedForwardMap(draw(6, 3), draw(3, 4).float(), draw(4, 2))
+
+
+def test_what_does_not_fit_is_refused():
+    large = torch.ones(1, 4096, dtype=torch.float64)
+    W = torch.ones(4096, 4096, dtype=torch.float64)
+    with pytest.raises(ValueError, match="GiB"):
+        LinearNetworkHessian(large, [W, W], SquaredError(large)).dense()
+    with pytest.raises(ValueError, match="GiB"):
+        FeedForwardHessian(FeedForwardMap(large, W, W), SquaredError(large)).dense()

@@ -116,6 +116,19 @@ def test_errors(options, message):
         Normalization(torch.ones(2, 3), **options)
 
 
+def test_bad_numbers():
+    with pytest.raises(ValueError, match="Invalid x: it has entries that are not finite"):
+        Normalization(torch.tensor([1.0, math.nan, 2.0]))
+    with pytest.raises(ValueError, match=r"Invalid x of torch\.int64"):
+        Normalization(torch.ones(3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Use x\.float\(\)"):
+        Normalization(torch.tensor([1e3, 2e3, -3e3], dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"Invalid gain of torch\.float64"):
+        Normalization(torch.tensor([1.0, 2.0]), gain=torch.ones(2).double())
+    with pytest.raises(ValueError, match="Invalid role='gian'"):
+        Normalization(torch.tensor([1.0, 2.0])).parameter_jacobian("gian")
+
+
 # Theorems 2 and 3 of arXiv 2510.16927, in their own matrices (row-major vec, K_{q,n} vec X = vec Xᵀ for X of n × q).
 
 

@@ -27,7 +27,8 @@ are 2, 12, 2 in its proof, are not needed.
 
 where |ReLU(M)| <= |M|_F, as it can exceed |M|. Second derivatives are measured in one of two norms. "unfolded", as in the
 paper, is that of the matrix with L d n_i rows and n_j columns. "trilinear" is the largest value at three unit vectors, which is
-all that a contraction with ∂ℓ/∂Z needs; it is never more.
+all that a contraction with ∂ℓ/∂Z needs; it is never more. The unfolded norm depends on which of the two weights is in the rows;
+the bounds are for the smaller of the two, which is enough for the loss (rows of W_2 can exceed |Y|_F in ξ_12, rows of W_1 not).
 
             trilinear                                            unfolded
     ξ_12    |Y|                                                  |Y|_F
