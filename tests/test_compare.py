@@ -359,7 +359,7 @@ def test_bad_flags_are_refused_at_once(flags, monkeypatch, capsys):
 def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     text = "".join(f"{i * i % 97} plus {i % 31} is {i * i % 97 + i % 31}\n" for i in range(4000))
     (tmp_path / "text.txt").write_text(text)
-    flags = "--arms adamw block-adamw+newton --steps 4 --seeds 2 --budget 3".split()
+    flags = ["--arms", "adamw", "block-adamw+newton", "--steps=4", "--seeds=2", "--budget=3"]
     flags += ["--data", str(tmp_path / "text.txt"), "--cache", str(tmp_path / "cache")]
     command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *flags]
     killed = tmp_path / "killed"
