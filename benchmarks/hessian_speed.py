@@ -296,7 +296,7 @@ def tables(results: Results, machine: dict[str, Any]) -> None:
     one = results["factored"]
     show(
         f"Trace, diagonal, Frobenius of Q, K, V, L = {one['length']}, d = {one['width']}: {1e3 * one['seconds']:.0f} ms, "
-        f"{one['faster']:.0f} times faster, {one['faster_without_diagonal']:.0f} without the diagonal (target {FACTORED_TARGET:g})",
+        f"{one['faster']:.0f} times faster, {one['faster_without_diagonal']:.0f} without diagonal (target {FACTORED_TARGET:g})",
         ["Hutchinson at 1 %", "exact", "pilot mean ± s.e.", "products", "seconds"],
         [
             [

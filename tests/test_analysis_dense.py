@@ -122,19 +122,19 @@ def test_refuses_what_does_not_fit():
         dense(small, max_bytes=needed - 1)
 
 
-def test_free_memory_without_proc(monkeypatch):
+def testfree_memory_without_proc(monkeypatch):
     module = sys.modules["blockopt.analysis.dense"]
 
     cpu = torch.device("cpu")
-    proc = module._free_memory(cpu)
+    proc = module.free_memory(cpu)
     assert proc is None or proc > 2**20
     monkeypatch.setattr("builtins.open", partial(_raise, OSError))
     monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__, raising=False)
-    assert module._free_memory(cpu) == 3 * 4096
+    assert module.free_memory(cpu) == 3 * 4096
     monkeypatch.delattr("os.sysconf")
-    assert module._free_memory(cpu) is None
+    assert module.free_memory(cpu) is None
     monkeypatch.undo()
-    monkeypatch.setattr(module, "_free_memory", lambda device: None)
+    monkeypatch.setattr(module, "free_memory", lambda device: None)
     assert torch.equal(dense(torch.eye(3)), torch.eye(3))
 
 

@@ -301,7 +301,7 @@ def test_what_is_no_closure_is_told():
 
 
 def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypatch):
-    monkeypatch.setattr("blockopt.analysis.report._free_memory", lambda device: 2**20)
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**20)
     model = nn.Linear(1000, 1, bias=False)
     closure = lambda: model(torch.ones(1, 1000)).square().sum()  # noqa: E731
     with pytest.raises(ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"):

@@ -291,7 +291,7 @@ def test_errors_of_options(tmp_path, text, monkeypatch):
     assert "Must fit a trainable parameter" in message_of(*rest, "--only", "nothing")
     assert "Invalid --device nonsense" in message_of(*rest, "--device", "nonsense")
     assert "exists" in message_of(*rest, "--out", text)
-    monkeypatch.setattr("blockopt.analysis.report._free_memory", lambda device: 2**10)
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**10)
     assert "GiB are free" in message_of(*rest, "--exact")
 
 

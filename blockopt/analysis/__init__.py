@@ -20,6 +20,7 @@ from blockopt.analysis.normalization import Normalization
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator
 from blockopt.analysis.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.positionwise_loss import PositionwiseLoss
+from blockopt.analysis.report import hessian_report
 from blockopt.analysis.scalar_attention import ScalarAttention
 from blockopt.analysis.self_attention import SelfAttentionHessian
 from blockopt.analysis.spectrum import check_symmetric, lanczos, spectral_density
@@ -54,6 +55,7 @@ __all__ = [
     "diagonal",
     "fit_exponent",
     "growth",
+    "hessian_report",
     "jensen_shannon",
     "lanczos",
     "loss_difference",

@@ -137,7 +137,7 @@ def check_memory(
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"Invalid max_bytes={max_bytes}. Must be > 0.")
     needed = memory_needed(rows, columns, dtype, chunk)
-    limit = _free_memory(device) if max_bytes is None else max_bytes
+    limit = free_memory(device) if max_bytes is None else max_bytes
     if limit is not None and needed > limit:
         name = str(dtype).removeprefix("torch.")
         raise ValueError(
@@ -157,7 +157,7 @@ def _free_in_container() -> float:
         return math.inf
 
 
-def _free_memory(device: torch.device) -> int | None:
+def free_memory(device: torch.device) -> int | None:
     """Bytes, None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
