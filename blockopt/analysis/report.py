@@ -17,7 +17,7 @@ from blockopt.analysis._products import check_count
 from blockopt.analysis._progress import progress_bar
 from blockopt.analysis._tables import aligned, number_and_error, plain
 from blockopt.analysis.block_mass import BlockMass, block_mass
-from blockopt.analysis.dense import GIB, free_memory, dense, memory_needed
+from blockopt.analysis.dense import GIB, dense, free_memory, memory_needed
 from blockopt.analysis.eigenpairs import top_eigenpairs
 from blockopt.analysis.heterogeneity import JensenShannon, NegativeShare, Spread, jensen_shannon, negative_share, norm_spread
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator, ModelOperator
