@@ -66,7 +66,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     reach = max((abs(row.difference.mean) for row in rows), default=0.0)
     if reach > 1:
         axes.set_xscale("symlog", linthresh=0.1)
-    axes.set(xlabel="loss minus AdamW's, same seed (left is better)")
+    axes.set(xlabel="loss minus AdamW's (left is better)")
     return figure
 
 
@@ -75,7 +75,7 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
     rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
     shown = rows[:MOST_CURVES]
     shown += [row for row in rows[MOST_CURVES:] if row.name == BASELINE]
-    figure, (axes,) = _figure(theme, 1, 3.6)
+    figure, (axes,) = _figure(theme, 1, 3.4 + 0.1 * len(shown))
     top = 0.0
     for row, color in zip(shown, itertools.cycle(colormaps["tab10"].colors)):  # type: ignore[attr-defined]
         runs = [result.losses for result in row.outcome.tests[comparison.study.steps].values()]
@@ -96,7 +96,7 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
     if top > low:
         axes.set_ylim(low, top * 1.02)  # the first steps are far above
     axes.set(xlabel="step", ylabel="training loss")
-    _legend(axes, theme)
+    _legend(figure, axes, theme)
     return figure
 
 
@@ -108,36 +108,39 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         steps = row.steps
         assert steps is not None
         exact = steps.kind == "at"
-        color = theme.neutral if row.name == BASELINE else theme.better if steps.part < 1 else theme.worse
+        unclear = row.name == BASELINE or (exact and not (steps.high < 1 or steps.low > 1))
+        color = theme.neutral if unclear else theme.better if steps.part < 1 else theme.worse
         axes.barh(height, steps.part, color=color if exact else "none", edgecolor=color, hatch=None if exact else "////")
         if not math.isnan(steps.low):
             axes.plot([steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2)
         axes.text(steps.part + 0.02, height + 0.05, f" {steps}", va="center", color=theme.text, fontsize=8)
     axes.axvline(1, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set(xlabel="steps to AdamW's loss / AdamW's steps\n(> : not reached by the longest run)")
     return figure
 
 
 def memory(comparison: Comparison, theme: Theme) -> Figure:
-    """Loss against bytes of optimizer state; arms of one optimizer are joined by their place."""
+    """Loss with its standard error against bytes of optimizer state."""
     rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
-    figure, (axes,) = _figure(theme, 1, 3.8)
+    figure, (axes,) = _figure(theme, 1, 3.2 + 0.1 * len(rows))
     markers = itertools.cycle("os^vDPX<>p*h")
     colors = itertools.cycle(colormaps["tab20"].colors)  # type: ignore[attr-defined]
     for row, marker, color in zip(rows, markers, colors):
         error = 0.0 if math.isnan(row.loss.error) else row.loss.error
         axes.errorbar(row.state_bytes, row.loss.mean, error, fmt=marker, color=color, label=row.name, markersize=7)
     axes.set(xlabel="optimizer state, bytes a parameter", ylabel="loss on held-out data")
-    _legend(axes, theme, below=True)
+    _legend(figure, axes, theme)
     return figure
 
 
 def scales(comparison: Comparison, theme: Theme) -> Figure:
     """Block scales over the run: geometric mean over test seeds, one panel an arm, one colour a role."""
     rows = [row for row in comparison.rows if _scales(row)]
-    figure, panels = _figure(theme, len(rows), 2.3)
+    columns = 1 if len(rows) < 3 else 2
+    figure, panels = _figure(theme, len(rows), 2.0 / columns + 0.6 / len(rows), columns)
     colors: Any = colormaps["tab20"].colors  # type: ignore[attr-defined]
     for row, axes in zip(rows, panels):
         runs = [dict(result.scales) for result in row.outcome.tests[comparison.study.steps].values() if result.scales]
@@ -146,10 +149,14 @@ def scales(comparison: Comparison, theme: Theme) -> Figure:
         for role in roles:
             logs = [fmean(math.log(run[step][role]) for run in runs) for step in steps]
             axes.plot(steps, [math.exp(log) for log in logs], color=colors[ROLES.index(role)], label=role, linewidth=1.6)
-        axes.set(yscale="log", ylabel="scale")
-        axes.set_title(row.name, color=theme.text, fontsize=9)
-    panels[-1].set_xlabel("step")
-    _legend(panels[-1], theme, below=True, columns=4)
+        axes.set_yscale("log")
+        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            ticks(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")  # few, and without powers of ten
+        axes.set_title(row.name, color=theme.text, fontsize=9 if columns == 1 else 7.5)
+    for axes in panels[-columns:]:
+        axes.set_xlabel("step")
+    panels[0].set_ylabel("scale")
+    _legend(figure, panels[0], theme, columns=5)
     return figure
 
 
@@ -206,10 +213,9 @@ def _figure(theme: Theme, panels: int, height: float, columns: int = 1) -> tuple
     return figure, list(grid[:panels])
 
 
-def _legend(axes: Axes, theme: Theme, *, below: bool = False, columns: int = 2) -> None:
-    if not axes.get_legend_handles_labels()[0]:
-        return  # all runs diverged
-    place: dict[str, Any] = {"loc": "upper right"}
-    if below:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.2), "ncols": columns}
-    axes.legend(labelcolor=theme.text, facecolor=theme.background, edgecolor=theme.grid, fontsize=8, **place)
+def _legend(figure: Figure, axes: Axes, theme: Theme, columns: int = 2) -> None:
+    """Above the plot, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:  # none if all runs diverged
+        colors = {"labelcolor": theme.text, "facecolor": theme.background, "edgecolor": theme.grid}
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=8, **colors)

@@ -46,8 +46,8 @@ table { border-collapse: collapse; font-size: .9rem; white-space: nowrap; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.baseline { font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.2rem; }
-figure { margin: 0; } figure img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; }
+.plots { columns: 2 26rem; column-gap: 1.2rem; }
+figure { margin: 0 0 1.2rem; break-inside: avoid; } figure img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; }
 figcaption { color: var(--soft); font-size: .9rem; }
 pre { background: var(--card); padding: .7rem; overflow-x: auto; border-radius: 8px; }
 """
