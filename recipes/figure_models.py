@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockopt.analysis._checks import Part
 from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator
-from blockopt.analysis.positionwise_loss import LossPart, PositionwiseLoss
+from blockopt.analysis.positionwise_loss import PositionwiseLoss
 from blockopt.analysis.self_attention import SelfAttentionHessian
 from recipes.addition import IGNORED, VOCABULARY
 
@@ -191,7 +192,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
-def last_layer_hessian(model: Transformer, inputs: Tensor, targets: Tensor, part: LossPart = "full") -> SelfAttentionHessian:
+def last_layer_hessian(model: Transformer, inputs: Tensor, targets: Tensor, part: Part = "full") -> SelfAttentionHessian:
     """The exact Hessian of the attention weights of the last layer: nothing above them mixes positions."""
     with torch.no_grad():
         visible, x = causal(inputs.shape[1]), model.embed(inputs)

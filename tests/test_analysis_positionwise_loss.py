@@ -111,9 +111,18 @@ def test_curvature_is_kept_until_a_tensor_changes():
     assert loss.curvature(output).flatten().tolist() == [48.0, 48.0]
     number = len(calls)
     assert loss.curvature(output).flatten().tolist() == [48.0, 48.0]
-    assert len(calls) == number
+    assert len(calls) == number + 1  # for the gradient
     output.fill_(1.0)
     assert loss.curvature(output).flatten().tolist() == [12.0, 12.0]
+
+
+def test_curvature_after_the_network_has_changed():
+    network, output = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 1, 2)
+    loss = PositionwiseLoss(lambda x: x.square().sum(), network)
+    before = loss.curvature(output)
+    with torch.no_grad():
+        network.weight.mul_(3)
+    torch.testing.assert_close(loss.curvature(output), 9 * before)
 
 
 @pytest.mark.parametrize("mix", [lambda x: x.cumsum(1), lambda x: x - x.mean(0), lambda x: x.flip(1) * x])
@@ -124,7 +133,7 @@ def test_mixed_positions_are_refused(mix):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="Must be one of full, outer, functional"):
+    with pytest.raises(ValueError, match="Must be one of 'outer', 'functional', 'full'"):
         PositionwiseLoss(torch.sum, part="half")
     with pytest.raises(ValueError, match="Must be a scalar"):
         PositionwiseLoss(torch.square).value(torch.ones(1, 1, 1))

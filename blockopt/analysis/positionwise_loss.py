@@ -9,13 +9,12 @@ matrix Λ_i a position, and the blocks of the attention weights of a whole trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LossPart = Literal["full", "outer", "functional"]
-PARTS = ("full", "outer", "functional")
+from blockopt.analysis._checks import Part, check_part
 
 
 class _Known(NamedTuple):
@@ -23,6 +22,7 @@ class _Known(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
+    gradient: Tensor
     curvature: Tensor
 
 
@@ -66,11 +66,10 @@ class PositionwiseLoss:
         function: Callable[[Tensor], Tensor],
         network: Callable[[Tensor], Tensor] | None = None,
         *,
-        part: LossPart = "full",
+        part: Part = "full",
         check: bool = True,
     ) -> None:
-        if part not in PARTS:
-            raise ValueError(f"Invalid part={part!r}. Must be one of {', '.join(PARTS)}.")
+        check_part(part)
         self.function, self.network, self.part, self.check = function, network, part, check
         self._known: _Known | None = None
 
@@ -87,12 +86,14 @@ class PositionwiseLoss:
     def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
         """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default.
 
-        The last result is kept, and returned again for the same tensors.
+        The last result is kept, and returned again for the same tensors, as long as the gradient is the same: if the network
+        has been trained on, it is another. Make a new `SelfAttentionHessian` then, whose gradient is of when it was made.
         """
         tensors = (output, left, right)
         versions = tuple(t._version for t in tensors if t is not None)
-        known = self._known
-        if known is not None and versions == known.versions and all(a is b for a, b in zip(tensors, known.tensors)):
+        gradient, known = self.gradient(output), self._known
+        same = known is not None and versions == known.versions and all(a is b for a, b in zip(tensors, known.tensors))
+        if known is not None and same and torch.equal(gradient, known.gradient):
             return known.curvature
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
         rows, columns = (identity if side is None else side.detach() for side in (left, right))
@@ -106,7 +107,7 @@ class PositionwiseLoss:
                 found = found if left is None else rows @ found
         if self.check:
             self._check(output)
-        self._known = _Known(tensors, versions, found)
+        self._known = _Known(tensors, versions, gradient, found)
         return found
 
     def _predictions(self, output: Tensor) -> Tensor:
