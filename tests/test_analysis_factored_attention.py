@@ -67,6 +67,16 @@ def test_key_blocks_in_many_slices(monkeypatch):
         assert_close(hessian.factored("key").squared_frobenius(), exact)
 
 
+def test_positions_without_a_matrix():
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    E = torch.randn(5, 3, 3, generator=generator, dtype=torch.float64)
+    E = (E + E.mT) * torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])[:, None, None]
+    exact = sum(torch.kron(torch.outer(a, a), e) for a, e in zip(vectors, E))
+    assert_close(KroneckerSum(vectors, Matrices(E), True).squared_frobenius(), exact.square().sum())
+    assert float(KroneckerSum(vectors, Matrices(0 * E), True).squared_frobenius()) == 0
+
+
 def test_vectors_of_a_wrong_shape():
     block = KroneckerSum(torch.ones(1, 2), Matrices(torch.ones(1, 3, 3)), True)
     with pytest.raises(ValueError, match=r"Invalid vector of shape \(5,\)\. Must be \(6,\) or \(6, k\)"):

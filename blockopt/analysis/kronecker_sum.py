@@ -65,7 +65,10 @@ class Matrices:
     def inner_products(self) -> Tensor:
         """`⟨E_i, E_j⟩`, (n, n)."""
         flat = self._E.flatten(1)
-        return flat @ flat.mT
+        used = flat.any(1)  # positions that the loss does not count have none
+        products = flat.new_zeros(self.count, self.count)
+        products[used.nonzero(), used.nonzero().mT] = flat[used] @ flat[used].mT
+        return products
 
 
 class SharedMatrix:
