@@ -102,4 +102,6 @@ def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of a batch, (B, T) each, of a model that returns logits or an output that has them."""
     output: Any = model(inputs)
     logits = output if isinstance(output, Tensor) else output.logits
+    if logits.dtype.itemsize < 4:  # FSDP2 in bfloat16 leaves them so, too coarse for a loss
+        logits = logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

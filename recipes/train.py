@@ -70,7 +70,9 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
         # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it does the same on CPUs.
         for state in (PartialState(), accelerator.state):
             state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
     if accelerator.is_fsdp2 and arguments.curvature in WHOLE_WEIGHTS:
         raise SystemExit(f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2.")
     return accelerator
@@ -255,6 +257,8 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         state = last_state(checkpoints, accelerator, settings)
         run = make_run(arguments, accelerator, data, state)
         start = 0 if state is None else state["step"]
+        if start == arguments.steps:
+            accelerator.print(f"The run in {arguments.output} is finished: {start} steps.")
         known = (0.0, math.nan) if state is None else (state["seconds"], state["evaluated"])
         path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
         with RunLog(path, after=start) as log, progress(arguments, accelerator, start) as show:

@@ -17,6 +17,7 @@ import blockopt
 from recipes import train
 from recipes.checkpoints import CheckpointError, Checkpoints, run_lock
 from recipes.gpt2 import GPT2, GPT2Config, to_huggingface
+from recipes.models import token_loss
 from recipes.nonfinite import nonfinite_blocks
 from recipes.optimizers import build_optimizer
 from recipes.schedules import schedule
@@ -118,6 +119,15 @@ def test_options_train(options, tmp_path, cache):
         plain = list(losses_of(run(flags(tmp_path / "plain", cache, "--steps", 12, "--clip", 0))).values())
         assert losses != plain
         assert losses == pytest.approx(plain, abs=0.05)
+
+
+def test_a_loss_is_never_of_half_precision():
+    model = GPT2(GPT2Config(12, 5, 16, 2, 2)).bfloat16()
+    tokens = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(0))
+    loss = token_loss(model, tokens, tokens)
+    assert loss.dtype == torch.float32
+    assert loss == torch.nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    assert token_loss(model.double(), tokens, tokens).dtype == torch.float64
 
 
 def test_a_compiled_run_resumes(tmp_path, cache):
