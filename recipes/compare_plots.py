@@ -113,7 +113,8 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         axes.barh(height, steps.part, color=color if exact else "none", edgecolor=color, hatch=None if exact else "////")
         if not math.isnan(steps.low):
             axes.plot([steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2)
-        axes.text(steps.part + 0.02, height + 0.05, f" {steps}", va="center", color=theme.text, fontsize=8)
+        end = steps.part if math.isnan(steps.high) else max(steps.part, min(steps.high, 3.0))
+        axes.text(end + 0.02, height, f" {steps}", va="center", color=theme.text, fontsize=8)
     axes.axvline(1, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.margins(x=0.15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -25,7 +25,7 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps to the loss that AdamW ends at, as a part of AdamW's steps.
+    """Steps, or gradient evaluations, to the loss that AdamW ends at, as a part of AdamW's.
 
     Attributes:
         part: Geometric mean over seeds; a bound if `kind` says so.
@@ -54,6 +54,7 @@ class Row:
         difference: To AdamW, paired by seed.
         verdict: "better", "worse", "unclear" or "diverged", against AdamW; "baseline" for itself.
         steps: To AdamW's loss; None if the study has one length only.
+        evaluations: The same in gradient evaluations, with those of the curvature.
         gradient_evaluations: A run at the main length, with those of the curvature.
         seconds: The same, with curvature.
         curvature_share: Part of the seconds that curvature takes.
@@ -66,6 +67,7 @@ class Row:
     difference: Estimate
     verdict: str
     steps: Steps | None
+    evaluations: Steps | None
     gradient_evaluations: float
     seconds: float
     curvature_share: float
@@ -146,7 +148,8 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
         loss=estimate(list(losses.values())),
         difference=difference,
         verdict="baseline" if outcome is baseline else verdict(difference),
-        steps=_steps(outcome, baseline, study.steps) if len(outcome.tests) > 1 else None,
+        steps=_to_target(outcome, baseline, study.steps, lambda steps, result: steps),
+        evaluations=_to_target(outcome, baseline, study.steps, lambda steps, result: result.gradient_evaluations),
         gradient_evaluations=fmean(result.gradient_evaluations for result in results),
         seconds=seconds,
         curvature_share=fmean(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
@@ -155,16 +158,19 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
     )
 
 
-def _steps(outcome: ArmOutcome, baseline: ArmOutcome, main: int) -> Steps | None:
-    """Each seed's steps to the loss that AdamW has with the same seed at the main length."""
-    seeds = set.intersection(*(set(runs) for runs in outcome.tests.values()))
+def _to_target(outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Callable[[int, RunResult], int]) -> Steps | None:
+    """What each seed takes to the loss that AdamW has with the same seed at the main length, as a part of AdamW's cost."""
+    if len(outcome.tests) < 2:
+        return None
     crossings = []
-    for seed in sorted(seeds):
-        target = baseline.tests[main][seed].final
-        if not math.isfinite(target):
+    for seed in sorted(set.intersection(*(set(runs) for runs in outcome.tests.values()))):
+        reference = baseline.tests[main][seed]
+        if not math.isfinite(reference.final):
             return None
-        crossings.append(steps_to_target({steps: runs[seed].final for steps, runs in outcome.tests.items()}, target))
+        losses = {cost(steps, runs[seed]): runs[seed].final for steps, runs in outcome.tests.items()}
+        crossing = steps_to_target(losses, reference.final)
+        crossings.append(crossing._replace(steps=crossing.steps / cost(main, reference)))
     logs, kind = mean_crossing(crossings)
-    part, low, high = (math.exp(value) / main for value in (logs.mean, logs.low, logs.high))
+    part, low, high = (math.exp(value) for value in (logs.mean, logs.low, logs.high))
     known = kind == "at" and logs.count > 2  # the interval of two seeds is too wide to say anything
     return Steps(part, *((low, high) if known else (math.nan, math.nan)), kind)

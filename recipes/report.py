@@ -47,7 +47,8 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align:
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.baseline { font-weight: 600; }
 .plots { columns: 2 26rem; column-gap: 1.2rem; }
-figure { margin: 0 0 1.2rem; break-inside: avoid; } figure img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; }
+figure { margin: 0 0 1.2rem; break-inside: avoid; }
+figure img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; }
 figcaption { color: var(--soft); font-size: .9rem; }
 pre { background: var(--card); padding: .7rem; overflow-x: auto; border-radius: 8px; }
 """
@@ -119,8 +120,11 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _main_table(comparison: Comparison) -> str:
-    body = [_row([row.name, *cells(row), f"{100 * row.curvature_share:.0f} %"], row.verdict) for row in comparison.rows]
-    main = _table([*HEADINGS, "time for curvature"], body)
+    body = [
+        _row([row.name, *cells(row), f"{100 * row.curvature_share:.0f} %", str(row.evaluations or "–")], row.verdict)
+        for row in comparison.rows
+    ]
+    main = _table([*HEADINGS, "time for curvature", "gradients to AdamW's loss"], body)
     words = (
         '<p class="soft">Loss: mean ± standard error on held-out data after the last step. Minus AdamW: mean over seeds of the '
         "difference with the same seed, ± half of its 95 % interval. Steps: to AdamW's loss, as a part of AdamW's; “&gt;” is "
@@ -140,7 +144,7 @@ def _more_tables(comparison: Comparison) -> str:
     pairs = ""
     if comparison.pairs:
         lines = [_row(pair_cells(pair), "", text=2) for pair in comparison.pairs]
-        pairs = f"<h3>Arms that differ in one thing</h3>{_table(['arm', 'against', 'difference', 'verdict'], lines, text=2)}"
+        pairs = f"<h3>Arms set against each other</h3>{_table(['arm', 'against', 'difference', 'verdict'], lines, text=2)}"
     return f"{pairs}<h3>What was tuned</h3>{tuned}{note}"
 
 

@@ -110,6 +110,10 @@ def sentences(comparison: Comparison) -> list[str]:
     if fast:
         listed = ", ".join(f"{row.name} {row.steps}" for row in fast)
         said.append(f"Steps to AdamW's loss, as a part of AdamW's: {listed}.")
+    measured = [row for row in reached if row.gradient_evaluations > baseline.gradient_evaluations]
+    if measured:
+        listed = ", ".join(f"{row.name} {row.evaluations}" for row in measured)
+        said.append(f"The same in gradient evaluations, with those that curvature takes: {listed}.")
     never = [row.name for row in reached if row.steps.kind == "after"]  # type: ignore[union-attr]
     if never:
         said.append(f"Not reached by every seed, even in runs of {max(study.lengths):g} times the length: {', '.join(never)}.")

@@ -52,7 +52,8 @@ def made_up(config):
     loss += 0.05 * math.sin(12.9 * config.seed) + 0.004 * math.sin(config.seed * 7.1 + len(config.arm))
     scales = [(step, {"query": 2.0, "norm": 0.5}) for step in (1, 6)] if "+" in config.arm else []
     losses = [loss + 3 / step for step in range(1, config.steps + 1)]
-    return RunResult(loss, losses, None, config.steps, 2.0, 0.1, 8.0, 4000, scales, 0, {"git": "x"})
+    evaluations = round(1.5 * config.steps) if "+" in config.arm else config.steps
+    return RunResult(loss, losses, None, evaluations, 2.0, 0.1, 8.0, 4000, scales, 0, {"git": "x"})
 
 
 def submit_made_up(config):
@@ -261,6 +262,9 @@ def test_rows_hold_what_was_put_in(comparison):
     assert muon.difference.mean == pytest.approx(-0.3, abs=0.05)
     # 0.3 lower, where a factor of 2 in steps gives 0.2: a part 2^-1.5 of the steps, below the shortest runs
     assert (muon.steps.part, muon.steps.kind) == (pytest.approx(0.5), "before")
+    newton = comparison.row("block-adamw+newton")
+    assert newton.evaluations.part == pytest.approx(1.5 * newton.steps.part)
+    assert adamw.evaluations == adamw.steps
     assert adamw.verdict == "baseline"
     assert (adamw.steps.part, adamw.steps.kind) == (pytest.approx(1.0), "at")
     assert sgd.verdict == "worse"
