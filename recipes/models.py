@@ -76,6 +76,21 @@ def build_model(arguments: argparse.Namespace, data: TokenData) -> nn.Module:
     context = context_of(arguments, data)
     if not (arguments.hf_config or arguments.hf_checkpoint):
         return GPT2(gpt2_config(arguments, vocab_size=data.vocab_size, context=context))
+    try:
+        model = _of_transformers(arguments, data)
+    except OSError as error:
+        name = arguments.hf_checkpoint or arguments.hf_config
+        raise OSError(
+            f"{name!r} is no folder or file here, or not a whole one, and the hub does not give it (offline?). {error}"
+        ) from error
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and context > longest:
+        raise ValueError(f"Invalid --context={context}. Must be at most {longest}, the positions that the model has.")
+    model.config.use_cache = False
+    return model.train()
+
+
+def _of_transformers(arguments: argparse.Namespace, data: TokenData) -> Any:
     import transformers
 
     if arguments.hf_checkpoint:
@@ -85,17 +100,12 @@ def build_model(arguments: argparse.Namespace, data: TokenData) -> nn.Module:
                 f"The data have {data.vocab_size:,} tokens, and {arguments.hf_checkpoint} knows {model.config.vocab_size:,}. "
                 "Tokenize with its own: --tokenizer."
             )
-    else:
-        config = transformers.AutoConfig.from_pretrained(arguments.hf_config)
-        config.vocab_size = data.vocab_size
-        for special in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of another vocabulary
-            setattr(config, special, None)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and context > longest:
-        raise ValueError(f"Invalid --context={context}. Must be at most {longest}, the positions that the model has.")
-    model.config.use_cache = False
-    return model.train()
+        return model
+    config = transformers.AutoConfig.from_pretrained(arguments.hf_config)
+    config.vocab_size = data.vocab_size
+    for special in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of another vocabulary
+        setattr(config, special, None)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

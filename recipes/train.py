@@ -369,7 +369,9 @@ def main(argv: list[str] | None = None) -> None:
     except (CheckpointError, FloatingPointError, ValueError, OSError) as error:
         if accelerator.is_main_process:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        accelerator.wait_for_everyone()  # or the launcher would end rank 0 before it has said why
+        else:
+            time.sleep(3)  # or the launcher would end rank 0 before it has said why
+            print(f"error on rank {accelerator.process_index}: {error}", file=sys.stderr, flush=True)
         leave(accelerator, 1)
         raise SystemExit(1) from error
     accelerator.end_training()

@@ -279,6 +279,16 @@ def test_errors_come_without_a_traceback(tmp_path, cache, capsys):
     assert capsys.readouterr().err.startswith("error: There is a run in")
 
 
+def test_the_hub_out_of_reach(tmp_path, cache, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as the variable of this name does at the start
+    for flag in ("--hf-config", "--hf-checkpoint"):
+        with pytest.raises(SystemExit) as caught:
+            train.main(sized(flags(tmp_path / flag, cache, "--steps", 2), flag, "nobody/nothing"))
+        forget()
+        assert caught.value.code == 1
+        assert "error: 'nobody/nothing' is no folder or file here" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_with_the_same_settings_only(tmp_path, cache):
     run(flags(tmp_path, cache, "--steps", 2))
     with pytest.raises(CheckpointError, match=r"had lr 0\.01, now 0\.02, steps 2, now 3"):
