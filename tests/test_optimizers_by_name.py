@@ -1,6 +1,7 @@
 """Every optimizer by name trains, covers each parameter once, and decays matrices only."""
 
 import copy
+import doctest
 import sys
 import warnings
 
@@ -44,6 +45,10 @@ def assert_covered_once(model, optimizer, weight_decay):
     decays = dict(held)
     for name, parameter in model.named_parameters():
         assert decays[parameter] == (weight_decay if parameter.ndim == 2 else 0), name
+
+
+def test_doctests():
+    assert doctest.testmod(optimizers).failed == 0
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])

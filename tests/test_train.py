@@ -1,5 +1,6 @@
 """The training script: what it logs, what it refuses, how it stops, and that its options do what they say."""
 
+import doctest
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import transformers
 from training import die, flags, forget, in_child, losses_of, read_log, run
 
 import blockopt
-from recipes import train
+from recipes import nonfinite, train
 from recipes.checkpoints import CheckpointError, Checkpoints, run_lock
 from recipes.gpt2 import GPT2, GPT2Config, to_huggingface
 from recipes.models import token_loss
@@ -224,6 +225,10 @@ def test_a_loss_that_is_no_number_names_the_weights(tmp_path, cache, monkeypatch
         FloatingPointError, match=r"(?s)Step 1: the loss is nan.*weight h\.0\.mlp\.c_fc\.weight: mlp_in 5\n.*none was"
     ):
         run(flags(tmp_path, cache, "--steps", 3))
+
+
+def test_doctests():
+    assert doctest.testmod(nonfinite).failed == 0
 
 
 def test_many_blocks_are_counted():
