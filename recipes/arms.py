@@ -3,7 +3,7 @@
 Tuned are the learning rate, what an arm adds to it, and weight decay, in this order. All else is fixed, alike where it means
 the same: betas (0.9, 0.95) for everything of Adam's kind and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon,
 clipping at norm 1, decay of matrices only. Scales by curvature are refreshed 20 times a run, one a role
-(`BlockLR(by="role")`).
+(`BlockLR(by="role")`). The power of controls is fixed: tuned, it would go to zero, and the control would be plain AdamW.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ class Arm:
 
     def recipe(self) -> dict[str, Any]:
         """All of it that decides how a run goes, besides the tuned values."""
-        return {"optimizer": self.optimizer, "scales": self.scales, "control": self.control, "refreshes": REFRESHES}
+        recipe = {"optimizer": self.optimizer, "scales": self.scales, "control": self.control, "refreshes": REFRESHES}
+        return recipe | ({"power": POWER.start} if self._has_fixed_power else {})
+
+    @property
+    def _has_fixed_power(self) -> bool:
+        return self.scales not in (None, "ratios") and POWER not in self.space
 
 
 def _arms() -> dict[str, Arm]:
@@ -88,9 +93,8 @@ def _arms() -> dict[str, Arm]:
             arms.append(Arm(f"{base}+{curvature}", about, base, (lr, POWER, decay), scales=curvature, ours=True))
     for scales, base in (("newton", "block-adamw+newton"), ("analytic", "block-adamw+analytic"), ("ratios", "adamw-ratios")):
         for control in ("shuffled", "inverted"):
-            space = (ADAM_LR, DECAY) if scales == "ratios" else (ADAM_LR, POWER, DECAY)
-            about = f"Control: {base} with its scales {control}"
-            arms.append(Arm(f"{base}-{control}", about, "block-adamw", space, scales=scales, control=control))
+            about = f"Control: {base} with its scales {control}" + ("" if scales == "ratios" else f", power {POWER.start:g}")
+            arms.append(Arm(f"{base}-{control}", about, "block-adamw", (ADAM_LR, DECAY), scales=scales, control=control))
     return {arm.name: arm for arm in arms}
 
 
@@ -132,7 +136,7 @@ def build(arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int
         optimizer.set_block_scales(scales)
         return Training(optimizer, None)
     kind = ShuffledBlockLR if arm.control == "shuffled" else blockopt.BlockLR
-    power = -values["power"] if arm.control == "inverted" else values["power"]
+    power = values.get("power", POWER.start) * (-1 if arm.control == "inverted" else 1)
     every = max(1, steps // REFRESHES)
     return Training(optimizer, kind(optimizer, model, curvature=arm.scales, every=every, power=power, seed=seed))
 
