@@ -60,17 +60,20 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def describe_nonfinite(model: nn.Module, step: int, loss: float, checkpoint: str) -> str:
-    """What to tell when loss or gradients are not finite.
+def describe_nonfinite(model: nn.Module, step: int, loss: float | None, checkpoint: str) -> str:
+    """What to tell when a loss, gradients or weights are not finite.
 
     Args:
-        model: Not wrapped, with the gradients of the step.
+        model: Not wrapped, with the gradients of the step if it has not been taken.
         step: Number of the step, from 1.
-        loss: Its loss.
+        loss: Its loss, or None if the step was taken and the weights are not finite since.
         checkpoint: The last good one, or that there is none.
     """
     weights, gradients = (nonfinite_blocks(model, gradients=kind) for kind in (False, True))
-    lines = [f"Step {step}: the loss is {loss} and {len(gradients)} gradients are not finite. The step was not taken."]
+    if loss is None:
+        lines = [f"Step {step}: {len(weights)} weights are not finite after it. No checkpoint was written."]
+    else:
+        lines = [f"Step {step}: the loss is {loss} and {len(gradients)} gradients are not finite. The step was not taken."]
     for what, found in (("weight", weights), ("gradient", gradients)):
         lines += [f"  {what} {name}: {where}" for name, where in list(found.items())[:SHOWN]]
         lines += [f"  … and {len(found) - SHOWN} more"] if len(found) > SHOWN else []

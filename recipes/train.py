@@ -42,7 +42,7 @@ import blockopt
 from recipes.checkpoints import CheckpointError, Checkpoints, RunIsLockedError, load_checkpoint, run_lock
 from recipes.data import Batches, TokenData, load_from_arguments
 from recipes.models import build_model, context_of, token_loss
-from recipes.nonfinite import describe_nonfinite
+from recipes.nonfinite import describe_nonfinite, nonfinite_blocks
 from recipes.optimizers import build_optimizer, take_step, unwrapped
 from recipes.run_log import RunLog, describe_run
 from recipes.schedules import schedule
@@ -88,6 +88,11 @@ class Run:
     block_lr: blockopt.BlockLR | None
     accumulate: int
 
+    @property
+    def plain(self) -> nn.Module:
+        """The model without what DDP and `torch.compile` put around it."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """The part of a batch that this process takes, in `accumulate` pieces of one size, on its device."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -117,8 +122,7 @@ class Run:
         """Move the weights, and refresh the block learning rates if that is due."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        take_step(self.optimizer, lambda: token_loss(plain, *micro_batches[-1]))
+        take_step(self.optimizer, lambda: token_loss(self.plain, *micro_batches[-1]))
         if self.block_lr is not None:
             self.block_lr.step(lambda: token_loss(self.model, *micro_batches[-1]))
         self.optimizer.zero_grad()
@@ -317,6 +321,8 @@ def take_steps(
             evaluated = run.evaluate(held_out, arguments.eval_batches)
             log.write("evaluation", step=done, loss=evaluated)
         if is_due(done, arguments.checkpoint_every, arguments.steps):
+            if nonfinite_blocks(run.plain, gradients=False):  # never keep what cannot be gone on from
+                stop_nonfinite(run, done, None, checkpoints, log)
             log.sync()
             run.save(checkpoints, {"step": done, "seconds": seconds, "evaluated": evaluated, "settings": settings})
         tracked = {"loss": loss, "lr": lr, "gradient_norm": norm} | ({} if math.isnan(evaluated) else {"held_out": evaluated})
@@ -330,12 +336,11 @@ def is_due(done: int, every: int, steps: int) -> bool:
     return done == steps or (every > 0 and done % every == 0)
 
 
-def stop_nonfinite(run: Run, step: int, loss: float, checkpoints: Checkpoints, log: RunLog) -> None:
+def stop_nonfinite(run: Run, step: int, loss: float | None, checkpoints: Checkpoints, log: RunLog) -> None:
     """Say which blocks are not finite and what can be gone on from."""
     steps = checkpoints.steps()
     last = f"{checkpoints.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
-    model = run.accelerator.unwrap_model(run.model, keep_torch_compile=False)
-    message = describe_nonfinite(model, step, loss, last)
+    message = describe_nonfinite(run.plain, step, loss, last)
     log.write("nonfinite", step=step, message=message)
     raise FloatingPointError(message)
 

@@ -227,6 +227,25 @@ def test_a_loss_that_is_no_number_names_the_weights(tmp_path, cache, monkeypatch
         run(flags(tmp_path, cache, "--steps", 3))
 
 
+def test_weights_that_are_no_numbers_are_not_kept(tmp_path, cache, monkeypatch):
+    """A step may break the weights while its loss and gradients are fine."""
+    step = train.Run.step
+    count = iter(range(1, 99))
+
+    def spoiled(self, *arguments):
+        step(self, *arguments)
+        if next(count) == 4:
+            with torch.no_grad():
+                self.model.ln_f.weight[3] = math.nan
+
+    monkeypatch.setattr(train.Run, "step", spoiled)
+    with pytest.raises(
+        FloatingPointError, match=r"(?s)Step 4: 1 weights.*weight ln_f\.weight: norm\n.*step-00000002\.pt, of step 2"
+    ):
+        run(flags(tmp_path, cache, "--steps", 8, "--checkpoint-every", 2, "--eval-batches", 0))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+
+
 def test_doctests():
     assert doctest.testmod(nonfinite).failed == 0
 
