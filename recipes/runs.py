@@ -21,8 +21,10 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,9 @@ def provenance() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         git = "unknown"
     versions = {"blockopt": blockopt.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for package in ("adam-mini", "pytorch-optimizer"):  # which arms come from
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return {"git": git, "versions": versions, "machine": f"{platform.system()} {platform.machine()}"}
 
 
