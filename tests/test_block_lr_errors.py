@@ -94,7 +94,7 @@ def test_one_block_that_is_not_finite_is_a_failure():
             ValueError,
             "no call of",
         ),
-        ("gauss_newton", lambda model: model(torch.zeros(1, 99, dtype=torch.long)), IndexError, "out of range"),
+        ("gauss_newton", lambda model: model(torch.full((1, 3), 99)), IndexError, "out of range"),
         (lambda model, loss: {"wte.weight": torch.ones(19)}, token_loss, ValueError, r"Invalid curvature: \['h\.0"),
         (lambda model, loss: gradient(model), token_loss, ValueError, "No parameter has a gradient"),
         (lambda model, loss: _raise(KeyError("batch")), token_loss, KeyError, "batch"),

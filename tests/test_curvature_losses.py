@@ -125,7 +125,7 @@ INPUTS = normal(6, 3)
 class TestRefusals:
     def test_loss_that_is_not_seen(self, estimator, model):
         with pytest.raises(
-            ValueError, match=r"Saw no call of F.cross_entropy.*'newton', 'secant', 'directional' or 'hutchinson'"
+            ValueError, match=r"Saw no call of F.cross_entropy.*'newton', 'secant', 'directional' and 'hutchinson'"
         ):
             estimator(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())
         hutchinson(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())  # as the message says
