@@ -152,10 +152,10 @@ def caveats(comparison: Comparison) -> list[str]:
         f"{len(comparison.rows) - 1} comparisons expect about {0.05 * (len(comparison.rows) - 1):.1f} false ones by chance.",
         "Arms were tuned at the main length only; the other lengths reuse its hyperparameters.",
     ]
-    if study.budget < 10:
-        said.append(
-            f"{study.budget} tuning runs an arm are few: arms with more than one hyperparameter had little of them tuned."
-        )
+    untried = {row.name: [name for name in row.outcome.tuned.untried if name != "weight_decay"] for row in comparison.rows}
+    listed = ", ".join(f"{arm} ({', '.join(names)})" for arm, names in untried.items() if names)
+    if listed:
+        said.append(f"{study.budget} tuning runs an arm are few. They left these as they were at the start: {listed}.")
     if study.seeds < 5:
         said.append(f"{study.seeds} test seeds are few: the intervals are wide, and small differences cannot be seen.")
     said += [f"Left out: {arm}. {why}" for arm, why in comparison.left_out.items()]

@@ -223,6 +223,10 @@ def test_the_words_name_winners_and_losers(comparison):
     limits = " ".join(caveats(comparison))
     assert "soap" in limits
     assert "4,000 parameters" in limits
+    assert "left these" not in limits
+    few = study_of("adamw", "adamw-groups", budget=4)
+    said = " ".join(caveats(compared(few, outcomes_of(few), {})))
+    assert "adamw-groups (embedding_ratio, vector_ratio)" in said
 
 
 def test_the_table_fits_into_100_columns(comparison):
