@@ -32,7 +32,8 @@ def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "arm"), [("step_time", "BlockMuon"), ("memory", "BlockMuon"), ("curvature_cost", "hutchinson")]
+    ("script", "arm"),
+    [("step_time", "BlockMuon"), ("memory", "BlockMuon"), ("curvature_cost", "hutchinson"), ("hessian_speed", "curvlinops")],
 )
 def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -62,7 +63,7 @@ def test_bad_arguments_are_refused(arguments):
     "script",
     [
         *("recipes/demo.py", "recipes/block_lr.py", "recipes/train.py", "recipes/train_hf.py"),
-        *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py"),
+        *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py", "benchmarks/hessian_speed.py"),
     ],
 )
 def test_help(script):
