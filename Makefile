@@ -6,7 +6,7 @@ JOBS ?= 2
 .PHONY: demo test lint types tests clean
 
 demo: .venv/.installed
-	$(BIN)/python recipes/demo.py
+	$(BIN)/python recipes/compare.py
 
 test: lint types tests
 
