@@ -314,7 +314,7 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *flags]
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, "--out", str(killed)], stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while len(list((killed / "runs").glob("*.jsonl"))) < 3:
         assert process.poll() is None
         assert time.monotonic() < deadline
