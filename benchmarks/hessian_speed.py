@@ -43,7 +43,9 @@ def interleaved(arms: Mapping[str, Callable[[], Any]], rounds: int, title: str) 
     times: dict[str, list[float]] = {name: [] for name in arms}
     with progress_bar(title, (rounds + 1) * len(arms)) as advance:
         for number in range(rounds + 1):
-            for name, call in arms.items():
+            names = list(arms)
+            for name in names[number % len(names) :] + names[: number % len(names)]:  # an order that rotates
+                call = arms[name]
                 begin = time.perf_counter()
                 call()
                 elapsed = time.perf_counter() - begin
@@ -85,10 +87,11 @@ def dense(sizes: Sequence[tuple[int, int]], rounds: int) -> Results:
 
 
 def factored(length: int, width: int, rounds: int) -> Results:
-    """Trace, diagonal and Frobenius norm in closed form, against Hutchinson's estimates of them.
+    """Trace, diagonal and Frobenius norm in closed form, against curvlinops.
 
-    Hutchinson's estimate from `n` probes has the standard error of one over √n. The number for 1 % is reckoned from the spread
-    of single probes, and its time from that of a product: running them all would show nothing more.
+    Trace and norm by Hutchinson: `n` probes have the standard error of one over √n; the number for 1 % is reckoned from the
+    spread of single probes, and its time from that of a product. The diagonal would take more probes than the block has
+    columns, so that for all three the whole block, `H @ I`, is cheaper, and exact.
     """
     from curvlinops import hutchinson_squared_fro, hutchinson_trace
 
@@ -99,43 +102,42 @@ def factored(length: int, width: int, rounds: int) -> Results:
         blocks = [hessian.factored(role) for role in ROLES]
         return [(float(block.trace()), block.diagonal(), float(block.squared_frobenius())) for block in blocks]
 
-    operators = [case.curvlinops(role) for role in ROLES]
-    products = {}
-    for number, (role, operator) in enumerate(zip(ROLES, operators)):
-        for p, name in ((p, name) for name, p in case.model.named_parameters()):
-            p.requires_grad_(name == role)
-        exact = ours()[number]
+    found = {}
+    for number, role in enumerate(ROLES):
+        exact, operator = ours()[number], case.curvlinops(role)
         torch.manual_seed(0)
-        for what, estimate, value in (
-            ("trace", hutchinson_trace, exact[0]),
-            ("squared Frobenius norm", hutchinson_squared_fro, exact[2]),
-        ):
-            probes = [float(estimate(operator, num_matvecs=1)) for _ in range(PILOT)]
-            begin = time.perf_counter()
-            estimate(operator, num_matvecs=PILOT)
-            seconds = (time.perf_counter() - begin) / PILOT
-            needed = math.ceil((stdev(probes) / (PRECISION * abs(value))) ** 2)
-            products[f"{role} {what}"] = {
-                "exact": value,
-                "pilot": f"{sum(probes) / PILOT:.3g} ± {stdev(probes) / math.sqrt(PILOT):.1g}",
-                "products": needed,
-                "seconds": needed * seconds,
-            }
-        # One probe's estimate of the diagonal has the squared entries beside it as its variance.
-        squares = float(exact[1].square().sum())
-        needed = math.ceil((exact[2] - squares) / (PRECISION**2 * squares))
-        products[f"{role} diagonal"] = {
-            "exact": math.sqrt(squares),
-            "pilot": "norm of it",
+        traces, squares = (
+            [float(f(operator, num_matvecs=1)) for _ in range(PILOT)] for f in (hutchinson_trace, hutchinson_squared_fro)
+        )
+        begin = time.perf_counter()
+        hutchinson_squared_fro(operator, num_matvecs=PILOT)
+        seconds = (time.perf_counter() - begin) / PILOT
+        # One product serves both; the error of a norm is half of that of its square.
+        needed = {
+            "trace": math.ceil((stdev(traces) / (PRECISION * abs(exact[0]))) ** 2),
+            "norm": math.ceil((stdev(squares) / (2 * PRECISION * exact[2])) ** 2),
+        }
+        begin = time.perf_counter()
+        identity = torch.eye(operator.shape[1], dtype=torch.float64)
+        matrix = torch.cat([operator @ columns for columns in identity.split(32, 1)], 1)
+        whole = matrix.trace(), matrix.diagonal(), matrix.square().sum()
+        found[role] = {
+            "exact": {"trace": exact[0], "norm": math.sqrt(exact[2])},
             "products": needed,
-            "seconds": needed * seconds,
+            "seconds": max(needed.values()) * seconds,
+            "seconds_of_whole_matrix": time.perf_counter() - begin,
+            "difference": float((whole[1] - exact[1]).abs().max() / exact[1].abs().max()),
         }
     times = interleaved({"closed form": ours}, rounds, "Factored")
     mine = median(times["closed form"])
-    theirs = sum(p["seconds"] for p in products.values())
-    without = sum(p["seconds"] for name, p in products.items() if "diagonal" not in name)
-    faster = {"faster": theirs / mine, "faster_without_diagonal": without / mine}
-    return {"length": length, "width": width, "seconds": mine, "curvlinops": products, **faster}
+    return {
+        "length": length,
+        "width": width,
+        "seconds": mine,
+        "curvlinops": found,
+        "faster": sum(p["seconds_of_whole_matrix"] for p in found.values()) / mine,
+        "faster_without_diagonal": sum(p["seconds"] for p in found.values()) / mine,
+    }
 
 
 def gpt2_small(length: int, width: int, heads: int) -> Results:
@@ -163,8 +165,8 @@ def gpt2_small(length: int, width: int, heads: int) -> Results:
                 seconds[f"{role} Frobenius norm"] += time.perf_counter() - middle
                 advance(f"{role}, head {head}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    dense_bytes = (width * width) ** 2 * X.element_size()
-    return {"seconds": seconds, "gib": peak, "gib_before": before, "dense_tib": dense_bytes / 2**40}
+    dense_bytes = (width * key_width) ** 2 * X.element_size()
+    return {"seconds": seconds, "gib": peak, "gib_before": before, "dense_gib": dense_bytes / 2**30}
 
 
 def products(config: GPT2Config, batch: int, rounds: int) -> Results:
@@ -298,25 +300,26 @@ def tables(results: Results, machine: dict[str, Any]) -> None:
     )
     one = results["factored"]
     show(
-        f"Trace, diagonal, Frobenius of Q, K, V, L = {one['length']}, d = {one['width']}: {1e3 * one['seconds']:.0f} ms, "
-        f"{one['faster']:.0f} times faster, {one['faster_without_diagonal']:.0f} without diagonal (target {FACTORED_TARGET:g})",
-        ["Hutchinson at 1 %", "exact", "pilot mean ± s.e.", "products", "seconds"],
+        f"Factored, L = {one['length']}, d = {one['width']}: {1e3 * one['seconds']:.0f} ms. Times slower: H @ I "
+        f"{one['faster']:.0f}, Hutchinson without diagonal {one['faster_without_diagonal']:.0f} (target {FACTORED_TARGET:g})",
+        ["block", "trace", "norm", "H @ I, s", "products at 1 %", "Hutchinson, s"],
         [
             [
-                name,
-                f"{p['exact']:.4g}",
-                p["pilot"],
-                f"{p['products']}",
-                f"{p['seconds']:.1f}",
+                role,
+                f"{p['exact']['trace']:.4g}",
+                f"{p['exact']['norm']:.4g}",
+                f"{p['seconds_of_whole_matrix']:.2f}",
+                f"{p['products']['trace']}, {p['products']['norm']}",
+                f"{p['seconds']:.2f}",
             ]
-            for name, p in one["curvlinops"].items()
+            for role, p in one["curvlinops"].items()
         ],
         machine,
     )
     layer = results["gpt2_small"]
     show(
         f"A layer of GPT-2 small, all heads, float32: peak {layer['gib']:.1f} GiB (target {MEMORY_TARGET:g}); "
-        f"one dense block {layer['dense_tib']:.1f} TiB",
+        f"one head's block, dense, {layer['dense_gib']:.0f} GiB",
         ["quantity", "seconds"],
         [[name, f"{seconds:.2f}"] for name, seconds in layer["seconds"].items()],
         machine,

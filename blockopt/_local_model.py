@@ -103,8 +103,11 @@ def _config(kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], tr
     try:
         known = transformers.AutoConfig.for_model(kind)
     except ValueError as error:
-        raise ValueError(f"No model type {kind!r}: {str(error).splitlines()[0]}") from None
-    for key in overrides:
+        raise ValueError(f"No model type {kind!r}: {str(error).splitlines()[0][:200]}") from None
+    for key, value in overrides.items():
+        sized = key.startswith(("n_", "num_", "vocab", "hidden"))
+        if sized and isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"Invalid --set {key}={value}. Must be at least 1.")
         if not hasattr(known, key):
             near = difflib.get_close_matches(key, known.to_dict())
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -117,8 +120,8 @@ def _config(kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], tr
             entries[key] = None
     try:
         return transformers.AutoConfig.for_model(kind, **entries)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"transformers refuses this config of {kind}: {error}") from None
+    except Exception as error:  # of many kinds, from its own checks or from dividing by a size of 0
+        raise ValueError(f"transformers refuses this config of {kind}: {str(error).splitlines()[0][:300]}") from None
 
 
 def _check_causal(config: Any, transformers: Any) -> None:
@@ -160,7 +163,7 @@ def load_text(file: str, model: nn.Module, folder: Path | None, *, sequences: in
         if len(tokens) and int(tokens.max()) >= size:
             raise ValueError(f"The tokenizer of {folder} gives token {int(tokens.max())}, and the model has {size:,} of them.")
     else:
-        tokens = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8).long()
+        tokens = torch.tensor(list(path.read_bytes()), dtype=torch.long)
         what = "bytes, for want of a tokenizer"
         if size < 256:
             what += f"; {size} to 255 count as {size - 1}, the last of the vocabulary"

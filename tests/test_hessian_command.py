@@ -249,6 +249,9 @@ def test_errors_of_models(tmp_path, text):
     folder = config_folder(tmp_path / "model")
     assert message_of(folder, *rest, "--set", "n_layer") == "Invalid --set n_layer. Must be KEY=VALUE, such as n_layer=2."
     assert "Must be an entry of the config of gpt2. Did you mean n_layer" in message_of(folder, *rest, "--set", "n_layers=2")
+    for wrong in ("n_layer=-1", "n_head=0", "vocab_size=0"):
+        assert f"Invalid --set {wrong}. Must be at least 1." in message_of(folder, *rest, "--set", wrong)
+    assert "transformers refuses this config of gpt2" in message_of(folder, *rest, "--set", "n_layer=abc")
     (tmp_path / "model" / "config.json").write_text("{")
     assert "is no JSON" in message_of(folder, *rest)
     (tmp_path / "model" / "config.json").write_text('{"n_layer": 2}')

@@ -62,8 +62,9 @@ class BlockReport:
         top: The eigenvalues farthest from 0, the farthest first.
         residuals: `‖A u − λ u‖` of each, which bounds its error; 0 if exact.
         spectrum: All eigenvalues, of equal weight, if `exact`; else their estimated distribution, or None if not asked for.
-        negative: The share of negative curvature in `spectrum`. If not `exact`, trust `of_mass`, the share of `Σ |λ|`, and
-            not `of_count`: most eigenvalues are next to 0, and the estimate puts them on either side of it.
+        negative: The share of negative curvature in `spectrum`. If not `exact`, `of_mass`, the share of `Σ |λ|`, may be off by
+            ten points and more with a few probes (a "~" in tables), and `of_count` says nothing: most eigenvalues are next to
+            0, and the estimate puts them on either side of it.
         exact: Whether the block was built, and all of this computed from it.
     """
 
@@ -88,7 +89,7 @@ class HessianReport:
         whole: The matrix of all chosen parameters.
         blocks: `{label: its diagonal block}`.
         mass: The share of every pair of blocks in the squared Frobenius norm.
-        spread: How far the Frobenius norms of the blocks are apart.
+        spread: How far the Frobenius norms of the blocks are apart, those aside that are only rounding.
         distance: The Jensen-Shannon distances between the spectra of the blocks on a "linear" and a "symmetric log" axis,
             which is linear up to 1 % of the largest eigenvalue; empty for fewer than two spectra.
         asymmetry: `|u·Av − v·Au| / (‖Au‖ + ‖Av‖)` for random u and v: the precision of the products.
@@ -117,7 +118,7 @@ class HessianReport:
         rows = [("block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative")]
         for label, block in self._all(short=True):
             numbers = (*number_and_error(block.trace), *number_and_error(block.frobenius), f"{float(block.top[0]):.2e}")
-            share = "-" if block.negative is None else f"{block.negative.of_mass:.1%}"
+            share = "-" if block.negative is None else f"{'' if block.exact else '~'}{block.negative.of_mass:.0%}"
             rows.append((label, f"{block.dimension:,}", *numbers, share))
         return aligned(rows, width)
 
@@ -260,6 +261,9 @@ def hessian_report(
         if len(parts) > 1:
             everything = measure(whole, total([block.trace for block in measured.values()]), norm, False)
     ticker.advance = lambda _: None  # the bar is gone
+    # Softmax does not see the biases of keys, say: what is left of such a block is rounding, and would lead any comparison.
+    noise = torch.finfo(operator.dtype).eps * everything.frobenius.value
+    lasting = {label: block for label, block in measured.items() if block.frobenius.value > noise} or measured
     return HessianReport(
         matrix,
         by,
@@ -267,8 +271,8 @@ def hessian_report(
         everything,
         measured,
         mass,
-        norm_spread({label: block.frobenius.value for label, block in measured.items()}),
-        _distances(measured),
+        norm_spread({label: block.frobenius.value for label, block in lasting.items()}),
+        _distances(lasting),
         measure.asymmetry,
         cost,
         time.perf_counter() - start,
