@@ -153,6 +153,10 @@ def figure_6(run: Run) -> Outcome:
             growth_lines(data.scales, lines, {"layer 1": EXPONENTS[part]}, title=f"depth {depth}: {part} blocks", ax=ax)
         for part, exponent in EXPONENTS.items():
             checks.append(worst(data, part, range(depth), exponent, f"depth {depth}", tolerance=0.5))
+        if int((data.scales >= 1).sum()) > 1:  # "the top layer quite closely follows our prediction, also for σ > 1"
+            for part in ("outer value", "full query"):
+                beyond = exponent_check(data, f"{part} layer {depth}", EXPONENTS[part], tolerance=1.0, low=1.0, high=math.inf)
+                checks.append(replace(beyond, what=f"depth {depth}, σ > 1: {beyond.what}"))
         near = int((data.scales - 0.1).abs().argmin())
         for part in ("full value", "full query"):
             bottom, top = (float(data.mean()[f"{part} layer {layer}"][near]) for layer in (1, depth))
@@ -215,6 +219,9 @@ def figure_7(run: Run) -> Outcome:
                 slope = min(float(data.local_slopes()[f"full {role} layer {layer}"][-1]) for layer in range(1, depth))
                 what = f"depth {depth}: slope of full {role} at σ near 1, smallest of earlier layers"
                 checks.append(Check(what, f"towards {exponent} for larger σ", slope, 0.75 * exponent, 1.25 * exponent))
+                slope = max(float(data.local_slopes()[f"full {role} layer {layer}"][0]) for layer in range(1, depth))
+                what = f"depth {depth}: slope of full {role} at the smallest σ, largest of earlier layers"
+                checks.append(Check(what, f"below {exponent}: only for larger σ", slope, 0.0, 0.75 * exponent))
     figure.suptitle("Linear attention: the outer part grows with σ^(2·3^D) in every layer, D the depth", fontsize=11)
     return Outcome("Growth in linear attention networks", setting(run, run.effort.deep_width, "estimated"), checks, figure)
 
