@@ -216,8 +216,8 @@ def hessian_report(
         >>> report = hessian_report(model, lambda: model(x).square().sum())
         >>> print(report.table())
         block  dimension     trace  ±  Frobenius  ±       top  negative
-        other          2  5.00e+01  0   5.00e+01  0  5.00e+01      0.0%
-        whole          2  5.00e+01  0   5.00e+01  0  5.00e+01      0.0%
+        other          2  5.00e+01  0   5.00e+01  0  5.00e+01        0%
+        whole          2  5.00e+01  0   5.00e+01  0  5.00e+01        0%
     """
     if matrix not in OPERATORS:
         raise ValueError(f"Invalid matrix={matrix!r}. Must be one of {', '.join(map(repr, get_args(Matrix)))}.")
