@@ -173,6 +173,5 @@ def test_errors():
 
 
 def test_progress():
-    pytest.importorskip("rich")
     A = Products(random_symmetric(8))
     assert torch.equal(block_mass(A, PARTS, progress=True).matrix, block_mass(A, PARTS).matrix)

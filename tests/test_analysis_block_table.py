@@ -68,7 +68,6 @@ def test_options():
     other = measure_blocks({"a": A}, num_products=20, num_steps=10, num_probes=2, generator=generator)["a"]
     assert len(other.spectrum.nodes) == 20
     assert other.trace.num_products == 20
-    pytest.importorskip("rich")
     first, second = measure_blocks({"a": A})["a"], measure_blocks({"a": A}, progress=True)["a"]
     assert first.trace == second.trace
     assert first.top == second.top

@@ -72,7 +72,8 @@ def test_a_copy_close_to_the_others_is_found():
 
 @pytest.mark.parametrize(("which", "code"), [("largest magnitude", "LM"), ("largest", "LA"), ("smallest", "SA")])
 def test_equals_arpack(which, code):
-    linalg = pytest.importorskip("scipy.sparse.linalg")
+    from scipy.sparse import linalg
+
     A = random_symmetric(300)
     found = top_eigenpairs(A, 6, which=which, tolerance=1e-10)
     values, vectors = linalg.eigsh(A.numpy(), k=6, which=code)

@@ -59,8 +59,9 @@ def test_closed_form_of_well_separated_atoms():
 @pytest.mark.parametrize("axis", ["linear", "symmetric log"])
 def test_equals_scipy_on_smoothed_densities(axis):
     """An independent fine grid, with densities rather than the mass of bins."""
-    distance = pytest.importorskip("scipy.spatial.distance")
-    stats = pytest.importorskip("scipy.stats")
+    from scipy import stats
+    from scipy.spatial import distance
+
     spectra = {"a": normal(50), "b": 0.3 * normal(80, seed=1) + 0.5, "c": 1e-3 * normal(30, seed=2)}
     options = {"axis": axis, "threshold": 1e-4} if axis != "linear" else {}
     found = jensen_shannon(spectra, num_bins=2000, **options)

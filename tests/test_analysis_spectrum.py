@@ -113,7 +113,8 @@ def test_moments_are_the_mean_over_the_probes_drawn(monkeypatch):
 
 def test_density_of_a_diagonal_matrix_is_exact():
     """Every sign vector weighs all eigenvectors of a diagonal matrix alike."""
-    stats = pytest.importorskip("scipy.stats")
+    from scipy import stats
+
     values = torch.tensor([-2.0, 0.5, 0.5, 0.5, 7.0], dtype=torch.float64)
     found = spectral_density(torch.diag(values), num_probes=3)
     grid = torch.tensor([-3.0, -1.99, 0.0, 0.6, 8.0], dtype=torch.float64)
@@ -237,7 +238,6 @@ def test_errors():
 
 
 def test_progress(monkeypatch, capsys):
-    pytest.importorskip("rich")
     A = random_symmetric(5)
     assert torch.equal(spectral_density(A, progress=True).nodes, spectral_density(A).nodes)
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)

@@ -107,7 +107,8 @@ def test_factored_blocks(case):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_outer_part_equals_curvlinops():
-    curvlinops = pytest.importorskip("curvlinops")
+    import curvlinops
+
     X, w = draw(2, L, D), make_weights(heads=2)
     target = draw(2, L, D, seed=90)
 
@@ -133,7 +134,7 @@ def test_outer_part_equals_curvlinops():
 
 def test_whole_hessian_of_a_gpt2_block():
     """All parameters of a Hugging Face block, whose `Conv1D` has the orientation used here."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     config = transformers.GPT2Config(n_embd=D, n_head=2, n_inner=M, attn_implementation="eager", resid_pdrop=0, attn_pdrop=0)

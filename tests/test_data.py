@@ -15,7 +15,6 @@ import recipes.sources
 import recipes.tokens
 from recipes.data import Batches, load_data
 
-pytest.importorskip("tokenizers")
 ROOT = Path(__file__).parent.parent
 END = "<|endoftext|>"
 
@@ -23,7 +22,8 @@ END = "<|endoftext|>"
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
     """Nothing is written outside of the test's folder."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("BLOCKOPT_CACHE", str(tmp_path / "cache"))
 
@@ -96,7 +96,8 @@ def test_subwords_decode_to_the_text(cache):
 
 
 def test_the_same_documents_from_text_jsonl_parquet_and_compressed_files(cache, tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     texts = poems(150)
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     for i, text in enumerate(texts):
@@ -161,7 +162,8 @@ def test_a_module_called_validation_is_a_module_like_others(cache, tmp_path):
 
 
 def test_the_subwords_are_those_of_the_training_part(cache, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     write_jsonl(tmp_path / "train.jsonl", poems(100))
     write_jsonl(tmp_path / "validation.jsonl", ["onlyhere onlyhere onlyhere"] * 500)
     data = load_data(str(tmp_path), vocab_size=300, cache=cache)
@@ -198,7 +200,8 @@ def test_a_tokenizer_file_gives_the_tokens_of_the_trained_one(cache, tmp_path):
 
 
 def test_large_vocabularies_are_stored_wider(cache, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "[UNK]": 70_001}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

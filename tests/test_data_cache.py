@@ -16,14 +16,14 @@ import torch
 import recipes.data
 from recipes.data import add_data_arguments, default_cache, load_data, load_from_arguments
 
-pytest.importorskip("tokenizers")
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
     """Nothing is written outside of the test's folder."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("BLOCKOPT_CACHE", str(tmp_path / "cache"))
 
@@ -232,7 +232,7 @@ def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(co
 @pytest.fixture
 def hub(monkeypatch):
     """A hub with one data set, `someone/stories`, of a revision; `hub["online"] = False` takes the network away."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
     import huggingface_hub
 
     hub = {"online": True, "revision": "a" * 40, "read": 0, "validation": True}
@@ -348,8 +348,8 @@ def test_offline_the_script_says_what_to_do_in_a_few_lines(cache, tmp_path):
     ],
 )
 def test_wrong_requests(source, options, error, message, cache, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("datasets")
+    import tokenizers
+
     (tmp_path / "empty").mkdir()
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"id": i, "body": "text"}) + "\n" for i in range(9)))
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "not fi')

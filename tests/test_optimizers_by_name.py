@@ -21,8 +21,6 @@ BY_NAME = [n for n, c in vars(torch_optimizer).items() if optimizers._is_optimiz
 
 
 def build(name, model, **options):
-    if name in ("soap", "sophia"):
-        pytest.importorskip("pytorch_optimizer")
     return build_optimizer(name, model, 1e-2, **options)
 
 

@@ -10,7 +10,6 @@ import torch
 from recipes import runs
 from recipes.arms import ARMS
 from recipes.gpt2 import GPT2Config
-from recipes.optimizers import check_optimizer
 from recipes.runs import DataConfig, RunConfig, finished, path_of, provenance, read_run, run_once, token_data
 
 MODEL = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
@@ -42,10 +41,6 @@ def lines_without_times(path):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_runs_two_steps(arm, data, tmp_path):
-    try:
-        check_optimizer(ARMS[arm].optimizer)
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
     result = run_once(config_of(data, arm, steps=2), tmp_path, provenance())
     assert math.isfinite(result.final)
     assert result.diverged is None

@@ -359,7 +359,6 @@ def test_a_tracker_that_is_not_installed_is_named(capsys, monkeypatch):
 
 
 def test_tensorboard(tmp_path, cache):
-    pytest.importorskip("tensorboard")
     run(flags(tmp_path, cache, "--steps", 3, "--track", "tensorboard"))
     events = list(tmp_path.rglob("events.out.tfevents*"))
     assert events

@@ -247,11 +247,13 @@ class TransformerBlockHessian:
         check_part(part)
         inner: Part = "outer" if part == "outer" else "full"  # the second derivatives of attention or MLP are functional
         if role in self._mlp.roles:
-            loss = _KnownLoss(self._at_sum, self._curvature_at_sum(part).unflatten(0, self.output.shape[:-1]))
+            curvature = self._curvature_at_sum(part).unflatten(0, self.output.shape[:-1])
+            loss = _KnownLoss(self.value(), self._at_sum, curvature)
             return FeedForwardHessian(self._mlp, loss).factored(role, inner)
         if role not in ("query", "key", "value", "output") or role not in self.sizes:
             raise ValueError(f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others.")
-        loss = _KnownLoss(self._at_residual, self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1]))
+        curvature = self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1])
+        loss = _KnownLoss(self.value(), self._at_residual, curvature)
         w = self._weights
         attention = SelfAttentionHessian(
             self._entering,
@@ -325,13 +327,13 @@ class TransformerBlockHessian:
 
 
 class _KnownLoss:
-    """The rest of a block as a loss on the output of one of its parts, with known derivatives at one point."""
+    """The rest of a block as a loss on the output of one of its parts, with value and derivatives known at one point."""
 
-    def __init__(self, gradient: Tensor, curvature: Tensor) -> None:
-        self._gradient, self._curvature = gradient, curvature
+    def __init__(self, value: Tensor, gradient: Tensor, curvature: Tensor) -> None:
+        self._value, self._gradient, self._curvature = value, gradient, curvature
 
     def value(self, output: Tensor) -> Tensor:
-        raise NotImplementedError("Only the derivatives are known.")
+        return self._value
 
     def gradient(self, output: Tensor) -> Tensor:
         return self._gradient
