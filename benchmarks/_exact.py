@@ -20,7 +20,7 @@ from blockopt.curvature import analytic, directional, gauss_newton, gradient, hu
 from blockopt.curvature.power_law import EXPONENTS
 from blockopt.scaling import Level, block_groups
 from blockopt.split import block_numel, block_sum
-from recipes.demo import batch, standard_library
+from recipes.data import Batches, load_data
 from recipes.gpt2 import GPT2, GPT2Config
 
 Curvature = Mapping[str, Tensor]
@@ -63,10 +63,10 @@ class Point:
 
 def characters(vocabulary: int) -> Tensor:
     """The source of the standard library as ranks of its bytes by frequency; the last one stands for all rarer bytes."""
-    data, _ = standard_library()
-    order = torch.bincount(data.long(), minlength=256).argsort(descending=True)
+    data = load_data("stdlib", tokenizer="bytes").train.long()
+    order = torch.bincount(data, minlength=256).argsort(descending=True)
     ranks = torch.empty_like(order).scatter_(0, order, torch.arange(256))
-    return ranks.clamp(max=vocabulary - 1)[data.long()]
+    return ranks.clamp(max=vocabulary - 1)[data]
 
 
 def points(config: GPT2Config, steps: int, size: int = 8, batch_size: int = 32) -> Iterator[Point]:
@@ -79,28 +79,29 @@ def points(config: GPT2Config, steps: int, size: int = 8, batch_size: int = 32) 
         batch_size: Sequences a training step.
     """
     torch.manual_seed(0)
-    data, generator = characters(config.vocab_size), torch.Generator().manual_seed(0)
+    data = characters(config.vocab_size)
+    measured = Batches(data, batch_size=size, context=config.context, seed=1)[0]
+    training = Batches(data, batch_size=batch_size, context=config.context, seed=0)
     model = GPT2(config).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    measured = batch(data, size, config.context, generator)
 
-    def step() -> dict[str, Tensor]:
+    def step(number: int) -> dict[str, Tensor]:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimizer.zero_grad()
-        model(*batch(data, batch_size, config.context, generator)).backward()
+        model(*training[number]).backward()
         optimizer.step()
         return {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
     initial = {name: value.clone() for name, value in model.state_dict().items()}
-    first = step()
+    first = step(0)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(initial)
     # The secant goes from the weights back by the update. Backwards along minus the first step is where that step leads.
     yield Point("at initialisation", model, *measured, {name: -change for name, change in first.items()})
     model.load_state_dict(trained)
     last = first
-    for _ in range(steps - 1):
-        last = step()
+    for number in range(1, steps):
+        last = step(number)
     optimizer.zero_grad()
     yield Point(f"after {steps} steps", model, *measured, last)
 

@@ -10,6 +10,7 @@ Writes `block_lr.png`, the curvature and the scale of each role over the steps, 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 
@@ -21,8 +22,13 @@ from rich.progress import track
 from torch import nn
 
 import blockopt
-from recipes.demo import CONFIG, batch, decayed, evaluate, learning_rate, standard_library
-from recipes.gpt2 import GPT2
+from recipes.data import load_data
+from recipes.gpt2 import GPT2, GPT2Config
+from recipes.schedules import linear
+
+CONFIG = GPT2Config(vocab_size=256, context=64, width=96, depth=3, heads=3)
+BATCH_SIZE = 16
+EVALUATION = 16  # batches
 
 
 def main() -> None:
@@ -39,14 +45,15 @@ def main() -> None:
         parser.error("needs --steps >= 1 and --lr > 0")
 
     torch.manual_seed(options.seed)
-    training, validation = standard_library()
+    data, shape = load_data("stdlib", tokenizer="bytes"), {"batch_size": BATCH_SIZE, "context": CONFIG.context}
+    training, validation = data.batches("train", seed=options.seed, **shape), data.batches("validation", seed=0, **shape)
     model = GPT2(CONFIG)
-    optimizer = blockopt.BlockAdamW(decayed(model), lr=options.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps, 1.0))
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model, weight_decay=0.1), lr=options.lr, betas=(0.9, 0.95))
+    warmup = max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear(step, options.steps, warmup=warmup))
     block_lr = blockopt.BlockLR(optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed)
-    generator = torch.Generator().manual_seed(options.seed)
-    for _ in track(range(options.steps), description="training"):
-        tokens = batch(training, 16, CONFIG.context, generator)
+    for step in track(range(options.steps), description="training"):
+        tokens = training[step]
         model(*tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -55,7 +62,9 @@ def main() -> None:
         optimizer.zero_grad()
 
     console = Console()
-    console.print(f"loss on held-out files after {options.steps} steps: {evaluate(model, validation, CONFIG.context):.3f}")
+    with torch.no_grad():
+        held_out = statistics.fmean(model(*validation[index]).item() for index in range(EVALUATION))
+    console.print(f"loss on held-out files after {options.steps} steps: {held_out:.3f}")
     console.print(f"{len(block_lr.history)} refreshes; scales after the last:\n{block_lr.last_scales}")
     options.output.mkdir(parents=True, exist_ok=True)
     block_lr.history.plot(options.output / "block_lr.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from recipes.arms import BASELINE
 from recipes.paired_statistics import Estimate, estimate, mean_crossing, paired_difference, steps_to_target, verdict
@@ -56,7 +56,7 @@ class Row:
         steps: To AdamW's loss; None if the study has one length only.
         evaluations: The same in gradient evaluations, with those of the curvature.
         gradient_evaluations: A run at the main length, with those of the curvature.
-        seconds: The same, with curvature.
+        seconds: The same: the median of the runs, as a machine that is busy for a while would shift the mean.
         curvature_share: Part of the seconds that curvature takes.
         state_bytes: A parameter.
         diverged: How many of the test runs, of all lengths.
@@ -142,7 +142,7 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
     results = list(outcome.tests[study.steps].values())
     losses = finals(outcome, study.steps)
     difference = paired_difference(losses, finals(baseline, study.steps))
-    seconds = fmean(result.seconds for result in results)
+    seconds = median(result.seconds for result in results)
     return Row(
         outcome=outcome,
         loss=estimate(list(losses.values())),
@@ -152,7 +152,7 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
         evaluations=_to_target(outcome, baseline, study.steps, lambda steps, result: result.gradient_evaluations),
         gradient_evaluations=fmean(result.gradient_evaluations for result in results),
         seconds=seconds,
-        curvature_share=fmean(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
+        curvature_share=median(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
         state_bytes=fmean(result.state_bytes for result in results),
         diverged=sum(result.diverged is not None for runs in outcome.tests.values() for result in runs.values()),
     )

@@ -141,7 +141,7 @@ def campaign(study: Study, arm: Arm, start: Mapping[str, float] | None = None) -
 OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
 OTHERS = ("sgd", "adamw", "adamw-groups", "adamw-ratios", "adam-mini", "muon", "soap")
 CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
-CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon", "block-muon+newton")
+CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 
 
@@ -165,7 +165,11 @@ def presets() -> dict[str, tuple[Study, ...]]:
             ),
         ),
         "small": (
-            _study("1M", every, MODELS["1M"], steps=200, batch_size=8, budget=7, seeds=5),
+            replace(
+                _study("1M", every, MODELS["1M"], steps=200, batch_size=8, budget=7, seeds=5),
+                lengths=(0.5, 1.0, 1.5),
+                length_seeds=2,
+            ),
             replace(confirmed, lengths=(1.0,)),
         ),
         "full": (

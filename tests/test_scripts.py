@@ -14,13 +14,6 @@ def run(*arguments, cwd=ROOT):
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
-def test_demo_prints_a_table_and_draws_a_plot(tmp_path):
-    done = run("recipes/demo.py", "--steps", 10, "--seeds", 1, "--rates", 3e-3, "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "BlockMuon" in done.stdout
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-
-
 def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
     done = run("recipes/block_lr.py", "--steps", 12, "--every", 5, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -47,7 +40,6 @@ def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("recipes/demo.py", "--steps", 1),
         ("recipes/block_lr.py", "--curvature", "guess"),
         ("benchmarks/step_time.py", "--rounds", 0),
         ("benchmarks/curvature_cost.py", "--batch", 0),
@@ -62,7 +54,7 @@ def test_bad_arguments_are_refused(arguments):
 @pytest.mark.parametrize(
     "script",
     [
-        *("recipes/demo.py", "recipes/block_lr.py", "recipes/train.py", "recipes/train_hf.py"),
+        *("recipes/block_lr.py", "recipes/train.py", "recipes/train_hf.py"),
         *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py", "benchmarks/hessian_speed.py"),
     ],
 )
