@@ -39,7 +39,7 @@ from recipes.schedules import schedule
 
 CLIP = 1.0
 WARMUP = 0.1  # of the steps
-CALLS = {"hutchinson": 2, "directional": 2}  # a Hessian-vector product costs about two gradients; all others are gradients
+CALLS = {"analytic": 2}  # gradients a call of the closure, rounded up: one forward pass, two backward; all others: one of each
 
 
 @dataclass(frozen=True)
