@@ -8,7 +8,8 @@
     python recipes/compare.py --help
 
 Writes `report.html`, which needs nothing else, plots, and a JSONL file a run to `results/compare-PRESET`. After a kill or
-Ctrl-C the same command goes on where it was: finished runs are read, not run again, and a run that was cut off starts again.
+Ctrl-C the same command goes on where it was: finished runs are read, not run again, and a run that was cut off goes on from its
+last checkpoint (one every two minutes).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from recipes.compare_plots import DARK, LIGHT, plots
 from recipes.comparison import Comparison
-from recipes.runs import CLIP, WARMUP
+from recipes.run_loop import CLIP, WARMUP
 from recipes.summary import caveats, cells, hyperparameters, pair_cells, sentences
 from recipes.tuning import Axis
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes import runs
+from recipes import run_loop, runs
 from recipes.arms import ARMS
 from recipes.gpt2 import GPT2Config
-from recipes.runs import DataConfig, RunConfig, finished, path_of, provenance, read_run, run_once, token_data
+from recipes.run_loop import token_data
+from recipes.runs import DataConfig, RunConfig, finished, path_of, provenance, read_run, run_once
 
 MODEL = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
 
@@ -56,7 +57,7 @@ def test_a_run_gives_the_same_numbers_again_and_is_done_once(data, tmp_path, mon
     first = run_once(config, tmp_path / "a", provenance())
     run_once(config, tmp_path / "b", provenance())
     assert lines_without_times(path_of(tmp_path / "a", config)) == lines_without_times(path_of(tmp_path / "b", config))
-    monkeypatch.setattr(runs, "_train", lambda *_: pytest.fail("a finished run was done again"))
+    monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("a finished run was done again"))
     assert run_once(config, tmp_path / "a", provenance()) == first == finished(tmp_path / "a", config)
 
 
@@ -115,6 +116,41 @@ def test_gradient_evaluations_count_those_of_the_curvature(data, tmp_path):
     assert plain.state_bytes == pytest.approx(8, abs=0.5)
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_that_is_cut_off_goes_on_where_it_was(arm, data, tmp_path, monkeypatch):
+    config = config_of(data, arm, steps=6)
+    run_once(config, tmp_path / "whole", {})
+    monkeypatch.setattr(run_loop, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    taken, step = [], run_loop._step
+
+    def cut_off(*arguments):
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        taken.append(1)
+        return step(*arguments)
+
+    monkeypatch.setattr(run_loop, "_step", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run_once(config, tmp_path / "cut", {})
+    taken[:] = [1, 1]  # two more steps are all that is left
+    run_once(config, tmp_path / "cut", {})
+    assert len(taken) == 4
+    assert lines_without_times(path_of(tmp_path / "cut", config)) == lines_without_times(path_of(tmp_path / "whole", config))
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == [f"{config.key}.jsonl"]
+
+
+def test_a_run_whose_checkpoints_are_broken_starts_again(data, tmp_path, monkeypatch):
+    config = config_of(data, "block-muon", steps=3)
+    whole = run_once(config, tmp_path / "whole", {})
+    folder = tmp_path / "cut" / f"{config.key}.checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step-00000002.pt").write_bytes(b"half of it")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        again = run_once(config, tmp_path / "cut", {})
+    assert again.losses == whole.losses
+    assert again.final == whole.final
+
+
 @pytest.mark.parametrize(
     ("arm", "lr"), [("sgd", 1e12), ("adamw", 1e30), ("block-sgd", 1e12), ("block-adamw+newton", 1e30), ("block-muon", 1e30)]
 )
@@ -129,7 +165,7 @@ def test_a_run_that_diverges_is_a_result(arm, lr, data, tmp_path):
 
 
 def test_an_error_of_the_program_is_not_taken_for_divergence(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match")))
+    monkeypatch.setattr(run_loop, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match")))
     with pytest.raises(RuntimeError, match="shapes"):
         run_once(config_of(data), tmp_path, {})
     assert list(tmp_path.iterdir()) == []
