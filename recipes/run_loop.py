@@ -32,8 +32,6 @@ CLIP = 1.0
 WARMUP = 0.1  # of the steps
 SECONDS_BETWEEN_CHECKPOINTS = 120.0  # so that short runs, which are done again as fast, have none
 GRADIENTS_A_CALL = {"analytic": 2}  # by a curvature, rounded up: one forward pass and two backward ones; others one of each
-    "analytic": 2
-}  # of the loss by a curvature, rounded up: one forward pass, two backward; others: one of each
 
 
 @dataclass

@@ -108,10 +108,11 @@ def test_the_key_depends_on_all_but_the_cache(data):
 def test_gradient_evaluations_count_those_of_the_curvature(data, tmp_path):
     plain = run_once(config_of(data, "block-adamw", steps=40), tmp_path, {})
     newton = run_once(config_of(data, "block-adamw+newton", steps=40), tmp_path, {})
+    analytic = run_once(config_of(data, "block-adamw+analytic", steps=40), tmp_path, {})
     assert plain.gradient_evaluations == 40
     assert plain.curvature_seconds == 0
     assert len(newton.scales) == 20  # every second step
-    assert newton.gradient_evaluations == 40 + 20 * 2
+    assert newton.gradient_evaluations == analytic.gradient_evaluations == 40 + 20 * 2
     assert 0 < newton.curvature_seconds < newton.seconds
     assert plain.state_bytes == pytest.approx(8, abs=0.5)
 
