@@ -31,7 +31,8 @@ from recipes.checkpoints import run_lock
 from recipes.comparison import Comparison, compared
 from recipes.optimizers import check_optimizer
 from recipes.report import print_comparison, write_plots, write_report
-from recipes.runs import RunConfig, RunResult, provenance
+from recipes.run_config import RunConfig
+from recipes.runs import RunResult, provenance
 from recipes.studies import Study, campaign, presets
 from recipes.workers import drive, workers
 

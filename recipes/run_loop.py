@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from recipes.arms import ARMS, Training, build
 from recipes.checkpoints import CheckpointError, Checkpoints
 from recipes.data import TokenData, load_data
 from recipes.gpt2 import GPT2
+from recipes.run_config import DataConfig, RunConfig
 from recipes.schedules import schedule
-
-if TYPE_CHECKING:
-    from recipes.runs import DataConfig, RunConfig
 
 CLIP = 1.0
 WARMUP = 0.1  # of the steps

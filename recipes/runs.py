@@ -12,7 +12,6 @@ when it goes on from its checkpoint, or starts again if it was too short to have
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import platform
 import shutil
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,62 +27,8 @@ from typing import Any
 import torch
 
 import blockopt
-from recipes.arms import ARMS
-from recipes.gpt2 import GPT2Config
+from recipes.run_config import RunConfig
 from recipes.run_loop import train
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What `load_data` is given, and the key of what it gave."""
-
-    source: str
-    tokenizer: str | None
-    vocab_size: int
-    key: str = ""
-    cache: str | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """All that decides the outcome of a run.
-
-    Attributes:
-        arm: Name of one of `ARMS`.
-        values: Its hyperparameters, as sorted pairs.
-        seed: Of the initial weights, the order of the data and the probes of the curvature.
-        steps: Length of the run, which its schedule decays over.
-        model: Sizes.
-        data: Where the tokens come from.
-        batch_size: Sequences a step.
-        evaluation: Batches of held-out data in the final evaluation.
-        schedule: Of the learning rate.
-        device: Where to train.
-        threads: Of the process that trains; sums in another order round otherwise.
-    """
-
-    arm: str
-    values: tuple[tuple[str, float], ...]
-    seed: int
-    steps: int
-    model: GPT2Config
-    data: DataConfig
-    batch_size: int = 16
-    evaluation: int = 16
-    schedule: str = "linear"
-    device: str = "cpu"
-    threads: int = 1
-
-    def described(self) -> dict[str, Any]:
-        """The configuration as JSON has it, with what the name of the arm stands for; without where the cache lies."""
-        config = asdict(self) | {"values": dict(self.values), "recipe": ARMS[self.arm].recipe()}
-        config["data"].pop("cache")
-        return config
-
-    @property
-    def key(self) -> str:
-        """Hash of the configuration."""
-        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass

@@ -13,8 +13,9 @@ from pathlib import Path
 from recipes.arms import ARMS, Arm
 from recipes.gpt2 import PRESETS as MODELS
 from recipes.gpt2 import GPT2Config
+from recipes.run_config import DataConfig, RunConfig
 from recipes.run_loop import token_data
-from recipes.runs import DataConfig, RunConfig, RunResult
+from recipes.runs import RunResult
 from recipes.tuning import Tuned, tune
 
 TUNING_SEED, TEST_SEED = 1000, 1  # the first of each

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipes.runs import RunConfig, RunResult, run_once
+from recipes.run_config import RunConfig
+from recipes.runs import RunResult, run_once
 from recipes.studies import ArmOutcome, Campaign
 
 Submit = Callable[[RunConfig], "Future[RunResult]"]

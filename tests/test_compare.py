@@ -26,7 +26,8 @@ from recipes.comparison import compared
 from recipes.controls import controlled, role_cycle, shuffle_roles
 from recipes.gpt2 import GPT2, GPT2Config
 from recipes.report import print_comparison, write_plots, write_report
-from recipes.runs import DataConfig, RunResult
+from recipes.run_config import DataConfig
+from recipes.runs import RunResult
 from recipes.studies import TEST_SEED, TUNING_SEED, Study, campaign, presets
 from recipes.summary import caveats, sentences
 from recipes.workers import drive, workers

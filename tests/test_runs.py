@@ -10,8 +10,9 @@ import torch
 from recipes import run_loop, runs
 from recipes.arms import ARMS
 from recipes.gpt2 import GPT2Config
+from recipes.run_config import DataConfig, RunConfig
 from recipes.run_loop import token_data
-from recipes.runs import DataConfig, RunConfig, finished, path_of, provenance, read_run, run_once
+from recipes.runs import finished, path_of, provenance, read_run, run_once
 
 MODEL = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
 
