@@ -70,7 +70,7 @@ def arguments() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=presets(), default="demo", help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some of those that --list shows (AdamW is always run)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some of --list; AdamW and what a control controls come too")
     parser.add_argument("--seeds", type=int, help="test seeds (default: that of the preset)")
     parser.add_argument("--budget", type=int, help="tuning runs an arm (default: that of the preset)")
     parser.add_argument("--steps", type=int, help="of the main length (default: that of the preset)")
@@ -109,8 +109,8 @@ def chosen_studies(options: argparse.Namespace) -> tuple[list[Study], dict[str, 
                 if options.arms is not None:
                     raise ValueError(str(error)) from error
                 left_out[arm] = str(error)
-        if BASELINE not in runnable:
-            runnable.insert(0, BASELINE)
+        needed = [BASELINE, *(base for arm in runnable if (base := ARMS[arm].base) is not None)]
+        runnable = list(dict.fromkeys([*(arm for arm in needed if arm not in runnable), *runnable]))
         studies.append(replace(study, arms=tuple(runnable)).prepared(options.cache))
     return studies, left_out
 
@@ -138,9 +138,16 @@ def compare(studies: list[Study], left_out: dict[str, str], folder: Path, number
             def show(config: RunConfig, result: RunResult, task: int = task) -> None:
                 progress.update(task, advance=1, description=f"{config.arm} {result.final:.3f}")
 
-            outcomes = drive([campaign(study, ARMS[arm], best.get(arm)) for arm in study.arms], submit, show)
+            tuned: dict[str, dict[str, float]] = {}
+            outcomes = []
+            for is_control in (False, True):  # which take tuned values from the arms that they control
+                arms = [ARMS[name] for name in study.arms if (ARMS[name].base is not None) == is_control]
+                runs = [campaign(study, arm, best.get(arm.name), tuned.get(arm.base or "")) for arm in arms]
+                made = drive(runs, submit, show)
+                tuned |= {outcome.arm.name: outcome.values for outcome in made}
+                outcomes += made
             progress.update(task, description=f"{study.name} parameters, runs")
-            best = {outcome.arm.name: outcome.tuned.best for outcome in outcomes}
+            best = tuned
             comparisons.append(compared(study, outcomes, left_out))
     return comparisons
 

@@ -97,7 +97,7 @@ class Comparison:
     Attributes:
         study: The protocol.
         rows: One an arm, lowest loss first.
-        pairs: Arms that differ in one thing.
+        pairs: Arms that differ in one thing, the tuned learning rate aside.
         left_out: `{arm: why}`, for arms whose package is not installed.
     """
 

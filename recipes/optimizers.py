@@ -169,6 +169,7 @@ def _adam_mini(model: nn.Module, lr: float, weight_decay: float, betas: tuple[fl
     # A fused matrix has the heads of query, key and value one after another: as many blocks of the size it expects.
     optimizer.wqk_names.add("c_attn")
     optimizer.attn_proj_names.add("attn.c_proj")
+    optimizer.embd_names.add("wpe")
     return optimizer
 
 

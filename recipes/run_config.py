@@ -35,6 +35,7 @@ class RunConfig:
         data: Where the tokens come from.
         batch_size: Sequences a step.
         evaluation: Batches of held-out data in the final evaluation.
+        purpose: "tuning" or "test", which are evaluated on different parts of the held-out data.
         schedule: Of the learning rate.
         device: Where to train.
         threads: Of the process that trains; sums in another order round otherwise.
@@ -48,6 +49,7 @@ class RunConfig:
     data: DataConfig
     batch_size: int = 16
     evaluation: int = 16
+    purpose: str = "test"
     schedule: str = "linear"
     device: str = "cpu"
     threads: int = 1

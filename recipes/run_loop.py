@@ -47,12 +47,13 @@ class _Progress:
         self.lines.append(json.dumps(line, allow_nan=False))
 
 
-def train(config: RunConfig, folder: Path) -> list[str]:
+def train(config: RunConfig, folder: Path, code: str) -> list[str]:
     """Train to the end, and return the lines of the run's file: one a step, one a refresh of the scales, and the last one.
 
     Args:
         config: What to run.
-        folder: For checkpoints, which are deleted at the end. If there is one, the run goes on from it.
+        folder: For checkpoints. If there is one, the run goes on from it.
+        code: Hash of the sources. A checkpoint that other code has made is left aside.
     """
     torch.set_num_threads(config.threads)
     data = token_data(config.data)
@@ -65,7 +66,7 @@ def train(config: RunConfig, folder: Path) -> list[str]:
         training = build(ARMS[config.arm], model, dict(config.values), steps=config.steps, seed=config.seed)
         cost = GRADIENTS_A_CALL.get(ARMS[config.arm].scales or "", 1)
         peaks = [group["lr"] for group in training.optimizer.param_groups]
-        progress = _resume(checkpoints, model, training)
+        progress = _resume(checkpoints, model, training, code)
         saved = time.perf_counter()
         for step in range(progress.step + 1, config.steps + 1):
             tokens = _to(batches[step - 1], config.device)
@@ -74,7 +75,7 @@ def train(config: RunConfig, folder: Path) -> list[str]:
             if diverged is not None:
                 break
             if time.perf_counter() - saved > SECONDS_BETWEEN_CHECKPOINTS:
-                checkpoints.save(step, _state(model, training, progress))
+                checkpoints.save(step, _state(model, training, progress, code))
                 saved = time.perf_counter()
     final = evaluate(model, data, config) if diverged is None else math.inf
     if diverged is None and not math.isfinite(final):
@@ -131,8 +132,9 @@ def _take_step(
     return None
 
 
-def _state(model: nn.Module, training: Training, progress: _Progress) -> dict[str, Any]:
+def _state(model: nn.Module, training: Training, progress: _Progress, code: str) -> dict[str, Any]:
     return {
+        "code": code,
         "model": model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "block_lr": None if training.block_lr is None else training.block_lr.state_dict(),
@@ -140,11 +142,12 @@ def _state(model: nn.Module, training: Training, progress: _Progress) -> dict[st
     }
 
 
-def _resume(checkpoints: Checkpoints, model: nn.Module, training: Training) -> _Progress:
-    """Go on from the last checkpoint, or from the start if there is none that is whole."""
+def _resume(checkpoints: Checkpoints, model: nn.Module, training: Training, code: str) -> _Progress:
+    """Go on from the last checkpoint, or from the start if there is none that is whole and of the same code."""
     with suppress(CheckpointError):
-        if (found := checkpoints.load_latest()) is not None:
-            _, state = found
+        found = checkpoints.load_latest()
+        if found is not None and found[1]["code"] == code:
+            state = found[1]
             model.load_state_dict(state["model"])
             training.optimizer.load_state_dict(state["optimizer"])
             if training.block_lr is not None:
@@ -181,11 +184,12 @@ def _to(tokens: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TokenData, config: RunConfig) -> float:
-    """Mean loss on held-out windows, the same for all runs."""
+    """Mean loss on held-out windows, the same for all tuning runs, and others for all test runs."""
     model.eval()
     batches = data.batches("validation", batch_size=config.batch_size, context=config.model.context, seed=0)
-    number = min(config.evaluation, batches.steps_per_epoch)
-    return math.fsum(model(*_to(batches[index], config.device)).item() for index in range(number)) / number
+    number = max(1, min(config.evaluation, batches.steps_per_epoch // 2))
+    first = number if config.purpose == "tuning" and batches.steps_per_epoch > 1 else 0
+    return math.fsum(model(*_to(batches[first + index], config.device)).item() for index in range(number)) / number
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

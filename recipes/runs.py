@@ -12,6 +12,7 @@ when it goes on from its checkpoint, or starts again if it was too short to have
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,8 @@ import torch
 import blockopt
 from recipes.run_config import RunConfig
 from recipes.run_loop import train
+
+SOURCES = ("addition.py", "arms.py", "controls.py", "data.py", "gpt2.py", "optimizers.py", "run_loop.py", "schedules.py")
 
 
 @dataclass
@@ -63,7 +66,7 @@ class RunResult:
 
 
 def provenance() -> dict[str, Any]:
-    """Which code and which libraries make a result."""
+    """Which code, libraries and machine make a result; "code" is a hash of the sources that decide it, committed or not."""
     here = Path(__file__).parent
     try:
         git = subprocess.run(
@@ -72,11 +75,23 @@ def provenance() -> dict[str, Any]:
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         git = "unknown"
+    sources = [*(here.parent / "blockopt").rglob("*.py"), *(here / name for name in SOURCES)]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources)))
     versions = {"blockopt": blockopt.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for package in ("adam-mini", "pytorch-optimizer"):  # which arms come from
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    return {"git": git, "versions": versions, "machine": f"{platform.system()} {platform.machine()}"}
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}"
+    return {"git": git, "code": digest.hexdigest()[:16], "versions": versions, "machine": machine}
+
+
+def _processor() -> str:
+    """The name of the CPU, where Linux tells it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown CPU"
 
 
 def path_of(folder: Path, config: RunConfig) -> Path:
@@ -121,7 +136,7 @@ def run_once(config: RunConfig, folder: Path, about: dict[str, Any]) -> RunResul
     partial, checkpoints = path.with_suffix(f".{os.getpid()}.partial"), path.with_suffix(".checkpoints")
     seeds = {"model": config.seed, "data": config.seed, "curvature": config.seed}
     header = {"key": config.key, "config": config.described(), "seeds": seeds, **about}
-    lines = [json.dumps(header, allow_nan=False), *train(config, checkpoints)]
+    lines = [json.dumps(header, allow_nan=False), *train(config, checkpoints, about.get("code", ""))]
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")

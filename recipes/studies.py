@@ -7,7 +7,7 @@ tuning seeds, and the same test seeds, which no tuning has seen. Test runs come 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recipes.arms import ARMS, Arm
@@ -16,7 +16,7 @@ from recipes.gpt2 import GPT2Config
 from recipes.run_config import DataConfig, RunConfig
 from recipes.run_loop import token_data
 from recipes.runs import RunResult
-from recipes.tuning import Tuned, tune
+from recipes.tuning import Axis, Tuned, tune
 
 TUNING_SEED, TEST_SEED = 1000, 1  # the first of each
 
@@ -76,8 +76,8 @@ class Study:
         model = replace(self.model, vocab_size=data.vocab_size, context=data.context or self.model.context)
         return replace(self, data=replace(config, key=data.key), model=model)
 
-    def config(self, arm: str, values: Mapping[str, float], seed: int, steps: int) -> RunConfig:
-        """One run of this study."""
+    def config(self, arm: str, values: Mapping[str, float], seed: int, steps: int, purpose: str) -> RunConfig:
+        """One run of this study, of which the purpose is "tuning" or "test"."""
         return RunConfig(
             arm=arm,
             values=tuple(sorted(values.items())),
@@ -87,6 +87,7 @@ class Study:
             data=self.data,
             batch_size=self.batch_size,
             evaluation=self.evaluation,
+            purpose=purpose,
             device=self.device,
             threads=self.threads,
         )
@@ -100,29 +101,42 @@ class ArmOutcome:
         arm: Which one.
         tuned: What tuning found.
         tests: `{steps: {seed: result}}` of the test runs with the best hyperparameters.
+        space: What was tuned, from where.
+        fixed: Hyperparameters that a control took from its base.
     """
 
     arm: Arm
     tuned: Tuned
     tests: dict[int, dict[int, RunResult]]
+    space: tuple[Axis, ...] = ()
+    fixed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All hyperparameters of the test runs."""
+        return {**self.tuned.best, **self.fixed}
 
 
 Campaign = Generator[list[RunConfig], list[RunResult], ArmOutcome]
 
 
-def campaign(study: Study, arm: Arm, start: Mapping[str, float] | None = None) -> Campaign:
+def campaign(
+    study: Study, arm: Arm, start: Mapping[str, float] | None = None, base: Mapping[str, float] | None = None
+) -> Campaign:
     """Tune an arm, then test it: a generator that yields runs to do, is sent their results, and returns the outcome.
 
     Args:
         study: The protocol.
         arm: One of its arms.
         start: Where to start tuning in place of what the arm declares, such as the best of a smaller model.
+        base: Of a control, the tuned values of the arm that it controls.
     """
     space = [axis._replace(start=(start or {}).get(axis.name, axis.start)) for axis in arm.space]
-    search = tune(space, study.budget)
+    fixed = {name: value for name, value in (base or {}).items() if name not in {axis.name for axis in space}}
+    search = tune(space, study.budget, near=start is not None)
     points = next(search)
     while True:
-        results = yield [study.config(arm.name, point, TUNING_SEED, study.steps) for point in points]
+        results = yield [study.config(arm.name, fixed | point, TUNING_SEED, study.steps, "tuning") for point in points]
         try:
             points = search.send([result.final for result in results])
         except StopIteration as stop:
@@ -133,11 +147,11 @@ def campaign(study: Study, arm: Arm, start: Mapping[str, float] | None = None) -
         for length in sorted(study.lengths, key=lambda length: length != 1)
         for number in range(study.seeds if length == 1 else min(study.seeds, study.length_seeds))
     ]
-    results = yield [study.config(arm.name, tuned.best, seed, steps) for steps, seed in planned]
+    results = yield [study.config(arm.name, fixed | tuned.best, seed, steps, "test") for steps, seed in planned]
     tests: dict[int, dict[int, RunResult]] = {}
     for (steps, seed), result in zip(planned, results, strict=True):
         tests.setdefault(steps, {})[seed] = result
-    return ArmOutcome(arm, tuned, tests)
+    return ArmOutcome(arm, tuned, tests, tuple(space), fixed)
 
 
 OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
@@ -157,7 +171,7 @@ def presets() -> dict[str, tuple[Study, ...]]:
     """The studies of each preset. Later ones start tuning at the best of the one before."""
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
-    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=200, batch_size=4, budget=3, seeds=4)
+    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=150, batch_size=4, budget=3, seeds=4)
     larger = _study("30M", CONFIRMED, GPT2Config(8192, 512, 512, 8, 8), steps=8000, batch_size=32, budget=6, seeds=5)
     return {
         "demo": (
@@ -168,9 +182,8 @@ def presets() -> dict[str, tuple[Study, ...]]:
         ),
         "small": (
             replace(
-                _study("1M", every, MODELS["1M"], steps=200, batch_size=8, budget=7, seeds=5),
+                _study("1M", every, MODELS["1M"], steps=150, batch_size=8, budget=7, seeds=5),
                 lengths=(0.5, 1.0, 1.5),
-                length_seeds=2,
             ),
             replace(confirmed, lengths=(1.0,)),
         ),

@@ -1,8 +1,9 @@
 """Tuning with an equal budget: coordinate descent on geometric grids that extend as long as the best point lies at an edge.
 
 Every arm declares its axes (`recipes/arms.py`) and gets the same number of trials. The first axis, the learning rate, comes
-first: by factors of 4, then of 2. Then each other axis by its own factor. Then all of them again, by the square root of the
-factor whenever nothing moves any more, until the budget is spent. No arm stops early, and none gets more.
+first, by factors of 4; then what the arm adds to it; then the learning rate by factors of 2; then the late axes, such as weight
+decay, which matter least in short runs. Then all of them again, by the square root of the factor whenever nothing moves any
+more, until the budget is spent. No arm stops early, and none gets more.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ Search = Generator[list[dict[str, float]], list[float], "Tuned"]
 
 
 class Axis(NamedTuple):
-    """One hyperparameter: the grid `start * factor ** k`, without ends."""
+    """One hyperparameter: the grid `start * factor ** k`, without ends. A late one has its turn after the others."""
 
     name: str
     start: float
     factor: float = 4.0
+    late: bool = False
 
     def value(self, exponent: Fraction) -> float:
         """The value at an exponent, which may be a fraction on finer grids; rounded, so that it prints and hashes well."""
@@ -103,7 +105,7 @@ class _Descent:
         return moved
 
 
-def tune(axes: Sequence[Axis], budget: int) -> Search:
+def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
     """Coordinate descent as a generator: it yields what to try next, is sent the losses, and returns a `Tuned`.
 
     So the caller decides where and when trials run, and a search whose trials are known already replays at once.
@@ -111,6 +113,7 @@ def tune(axes: Sequence[Axis], budget: int) -> Search:
     Args:
         axes: The search space, learning rate first.
         budget: Number of trials, all of which are spent.
+        near: Whether the starts are known to be near the best, such as that of a smaller model: no factors of 4 then.
 
     Raises:
         ValueError: If there is no axis or no budget.
@@ -126,10 +129,11 @@ def tune(axes: Sequence[Axis], budget: int) -> Search:
         raise ValueError(f"Invalid axes={list(axes)} and budget={budget}. Must be at least one axis and one trial.")
     descent = _Descent(axes, budget, best=(Fraction(0),) * len(axes))
     yield from descent.visit([descent.best])
-    yield from descent.sweep({0: Fraction(1)})
-    yield from descent.sweep({0: Fraction(1, 2)})
-    yield from descent.sweep({axis: Fraction(1) for axis in range(1, len(axes))})
     steps = {axis: Fraction(1, 2) for axis in range(len(axes))}
+    if not near:
+        others = {late: {n: Fraction(1) for n in range(1, len(axes)) if axes[n].late == late} for late in (False, True)}
+        yield from descent.sweep({0: Fraction(1)} | others[False])
+        yield from descent.sweep({0: Fraction(1, 2)} | others[True])
     while not descent.spent:
         if not (yield from descent.sweep(steps)):
             steps = {axis: step / 2 for axis, step in steps.items()}

@@ -28,7 +28,8 @@ def data(tmp_path_factory):
 
 
 def starts(arm, **changes):
-    return tuple(sorted(({axis.name: axis.start for axis in ARMS[arm].space} | changes).items()))
+    spaces = (ARMS[arm].space, () if ARMS[arm].base is None else ARMS[ARMS[arm].base].space)
+    return tuple(sorted(({axis.name: axis.start for space in spaces for axis in space} | changes).items()))
 
 
 def config_of(data, arm="adamw", *, seed=1, steps=3, **changes):

@@ -56,7 +56,26 @@ def test_other_axes_are_tuned_and_those_that_were_not_are_named():
     tuned = searched(loss, axes, 20)
     assert -0.16 < tuned.best["power"] < -0.06
     assert tuned.untried == ()
-    assert searched(loss, axes, 4).untried == ("power",)
+    assert searched(loss, axes, 3).untried == ("power",)
+
+
+def test_late_axes_wait_for_the_finer_learning_rate():
+    seen = []
+
+    def loss(**values):
+        seen.append(values)
+        return math.log(values["lr"] / 1e-3) ** 2 + math.log(values["power"] / -0.5) ** 2
+
+    searched(loss, [Axis("lr", 1e-3), Axis("power", -0.5), Axis("decay", 0.1, late=True)], 9)
+    changed = ["".join(name[0] for name in values if values[name] != seen[0][name]) for values in seen]
+    assert changed == ["", "l", "l", "p", "p", "l", "l", "d", "d"]
+    assert seen[5]["lr"] == pytest.approx(5e-4)
+
+
+def test_near_the_best_there_are_no_factors_of_four():
+    search = tune([Axis("lr", 1e-3)], 3, near=True)
+    seen = [*next(search), *search.send([2.0])]
+    assert [values["lr"] for values in seen] == [1e-3, 5e-4, 2e-3]
 
 
 def test_diverged_trials_send_the_search_down():
