@@ -33,8 +33,8 @@ from recipes.optimizers import check_optimizer
 from recipes.report import print_comparison, write_plots, write_report
 from recipes.run_config import RunConfig
 from recipes.runs import RunResult, provenance
-from recipes.studies import Study, campaign, presets
-from recipes.workers import drive, workers
+from recipes.studies import Study, presets
+from recipes.workers import run_study, workers
 
 
 def main() -> None:
@@ -59,10 +59,17 @@ def main() -> None:
     except RuntimeError as error:
         console.print(f"[red]error:[/red] {error}")
         raise SystemExit(1) from error
+    about = provenance()
     for comparison in comparisons:
         print_comparison(comparison, console)
         write_plots(comparison, folder)
-    write_report(comparisons, folder / "report.html", command, provenance())
+        other = sum(run.header.get("code") != about["code"] for run in comparison.all_runs())
+        if other:
+            console.print(
+                f"[yellow]{other} of the runs in {folder} were made by other code than this.[/yellow] Choose another --out to "
+                "do all of them again."
+            )
+    write_report(comparisons, folder / "report.html", command, about)
     console.print(f"Report: {folder / 'report.html'}")
 
 
@@ -70,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=presets(), default="demo", help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some of --list; AdamW and what a control controls come too")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some of --list; AdamW and what controls are for come too")
     parser.add_argument("--seeds", type=int, help="test seeds (default: that of the preset)")
     parser.add_argument("--budget", type=int, help="tuning runs an arm (default: that of the preset)")
     parser.add_argument("--steps", type=int, help="of the main length (default: that of the preset)")
@@ -138,16 +145,9 @@ def compare(studies: list[Study], left_out: dict[str, str], folder: Path, number
             def show(config: RunConfig, result: RunResult, task: int = task) -> None:
                 progress.update(task, advance=1, description=f"{config.arm} {result.final:.3f}")
 
-            tuned: dict[str, dict[str, float]] = {}
-            outcomes = []
-            for is_control in (False, True):  # which take tuned values from the arms that they control
-                arms = [ARMS[name] for name in study.arms if (ARMS[name].base is not None) == is_control]
-                runs = [campaign(study, arm, best.get(arm.name), tuned.get(arm.base or "")) for arm in arms]
-                made = drive(runs, submit, show)
-                tuned |= {outcome.arm.name: outcome.values for outcome in made}
-                outcomes += made
+            outcomes = run_study(study, submit, best, show)
             progress.update(task, description=f"{study.name} parameters, runs")
-            best = tuned
+            best = {outcome.arm.name: outcome.values for outcome in outcomes}
             comparisons.append(compared(study, outcomes, left_out))
     return comparisons
 

@@ -108,8 +108,7 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         steps = row.steps
         assert steps is not None
         exact = steps.kind == "at"
-        unclear = row.name == BASELINE or (exact and not (steps.high < 1 or steps.low > 1))
-        color = theme.neutral if unclear else theme.better if steps.part < 1 else theme.worse
+        color = {"fewer": theme.better, "more": theme.worse}.get(steps.verdict, theme.neutral)
         axes.barh(height, steps.part, color=color if exact else "none", edgecolor=color, hatch=None if exact else "////")
         if not math.isnan(steps.low):
             axes.plot([steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2)
@@ -119,7 +118,7 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.margins(x=0.15)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set(xlabel="steps to AdamW's loss / AdamW's steps\n(> : not reached by the longest run)")
+    axes.set(xlabel="steps to AdamW's loss / AdamW's steps\n(> : reached by no seed; ≥ : not by all)")
     return figure
 
 

@@ -8,17 +8,27 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from recipes.arms import BASELINE
-from recipes.paired_statistics import Estimate, estimate, mean_crossing, paired_difference, steps_to_target, verdict
+from recipes.paired_statistics import (
+    Estimate,
+    estimate,
+    holm,
+    mean_crossing,
+    p_value,
+    paired_difference,
+    steps_to_target,
+    verdict,
+)
 from recipes.runs import RunResult
 from recipes.studies import ArmOutcome, Study
 
+SAME = ("block-adamw", "adamw")  # one algorithm in two programs: their difference is noise
 # What to set against what: what scales add, whether they must be the measured ones, ours against others of the same kind.
 PAIRS = (
     *((f"{base}+{curvature}", base) for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon")
       for curvature in ("newton", "analytic")),
     *((f"{base}-{control}", base) for base in ("block-adamw+newton", "block-adamw+analytic", "adamw-ratios")
       for control in ("shuffled", "inverted")),
-    ("block-sgd", "sgd"), ("block-adamw-block", "adam-mini"), ("block-muon", "muon"),
+    ("block-sgd", "sgd"), ("block-adamw-block", "adam-mini"), ("block-muon", "muon"), SAME,
     ("block-adamw+newton", "adamw-groups"), ("block-adamw+newton", "adamw-ratios"),
 )  # fmt: skip
 
@@ -31,17 +41,32 @@ class Steps:
         part: Geometric mean over seeds; a bound if `kind` says so.
         low: Lower end of the 95 % interval, NaN if there is none.
         high: Upper end.
-        kind: "at", or "before" (at most `part`), "after" (more than `part`: not reached), "mixed".
+        kind: "at", or "before" (at most `part`), "after" (at least `part`: some seed did not reach it), "mixed".
+        missed: How many seeds did not reach it.
+        seeds: How many there are.
     """
 
     part: float
     low: float
     high: float
     kind: str
+    missed: int
+    seeds: int
 
     def __str__(self) -> str:
-        sign = {"at": "", "before": "≤ ", "after": "> ", "mixed": "~ "}[self.kind]
+        sign = {"at": "", "before": "≤ ", "after": "≥ " if self.missed < self.seeds else "> ", "mixed": "~ "}[self.kind]
         return f"{sign}{self.part:.2f}"
+
+    def with_interval(self) -> str:
+        """With the interval, where there is one."""
+        return str(self) if math.isnan(self.low) else f"{self} [{self.low:.2f}, {self.high:.2f}]"
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is known to be "fewer" or "more" than AdamW's, or "unclear"."""
+        low = {"at": self.low, "after": self.part}.get(self.kind, math.nan)
+        high = {"at": self.high, "before": self.part}.get(self.kind, math.nan)
+        return "fewer" if high < 1 else "more" if low > 1 else "unclear"
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,8 @@ class Row:
         curvature_share: Part of the seconds that curvature takes.
         state_bytes: A parameter.
         diverged: How many of the test runs, of all lengths.
+        tests: How many there are.
+        failed_refreshes: Refreshes of the scales in all test runs that gave no curvature to use.
     """
 
     outcome: ArmOutcome
@@ -73,6 +100,8 @@ class Row:
     curvature_share: float
     state_bytes: float
     diverged: int
+    tests: int
+    failed_refreshes: int
 
     @property
     def name(self) -> str:
@@ -108,7 +137,15 @@ class Comparison:
 
     def test_runs(self) -> list[RunResult]:
         """All test runs, of all arms and lengths."""
-        return [run for row in self.rows for runs in row.outcome.tests.values() for run in runs.values()]
+        return [run for row in self.rows for run in row.outcome.test_runs()]
+
+    def all_runs(self) -> list[RunResult]:
+        """Tuning runs and test runs."""
+        return [*(run for row in self.rows for run in row.outcome.tuning), *self.test_runs()]
+
+    def sure(self) -> list[str]:
+        """Arms whose difference to AdamW stands when all comparisons with it may err with probability 5 % together."""
+        return holm({row.name: p_value(row.difference) for row in self.rows if row.verdict != "baseline"})
 
     def row(self, name: str) -> Row:
         """The row of an arm."""
@@ -149,12 +186,14 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
         difference=difference,
         verdict="baseline" if outcome is baseline else verdict(difference),
         steps=_to_target(outcome, baseline, study.steps, lambda steps, result: steps),
-        evaluations=_to_target(outcome, baseline, study.steps, lambda steps, result: result.gradient_evaluations),
+        evaluations=_to_target(outcome, baseline, study.steps, lambda steps, result: max(steps, result.gradient_evaluations)),
         gradient_evaluations=fmean(result.gradient_evaluations for result in results),
         seconds=seconds,
         curvature_share=median(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
         state_bytes=fmean(result.state_bytes for result in results),
-        diverged=sum(result.diverged is not None for runs in outcome.tests.values() for result in runs.values()),
+        diverged=sum(result.diverged is not None for result in outcome.test_runs()),
+        tests=len(outcome.test_runs()),
+        failed_refreshes=sum(result.failed_refreshes for result in outcome.test_runs()),
     )
 
 
@@ -173,4 +212,5 @@ def _to_target(outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Calla
     logs, kind = mean_crossing(crossings)
     part, low, high = (math.exp(value) for value in (logs.mean, logs.low, logs.high))
     known = kind == "at" and logs.count > 2  # the interval of two seeds is too wide to say anything
-    return Steps(part, *((low, high) if known else (math.nan, math.nan)), kind)
+    missed = sum(crossing.kind == "after" for crossing in crossings)
+    return Steps(part, *((low, high) if known else (math.nan, math.nan)), kind, missed, len(crossings))

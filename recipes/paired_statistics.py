@@ -34,7 +34,8 @@ class Crossing(NamedTuple):
 
     Attributes:
         steps: Interpolated between two lengths; the shortest or longest length if it lies outside of them.
-        kind: "at", "before" (already the shortest run is better) or "after" (not even the longest run reaches it).
+        kind: "at", "before" (already the shortest run that did not diverge is better) or "after" (not even the longest run
+            reaches it).
     """
 
     steps: float
@@ -136,6 +137,35 @@ def verdict(difference: Estimate) -> str:
     return "worse" if difference.low > 0 else "unclear"
 
 
+def p_value(difference: Estimate) -> float:
+    """Of the two-sided t test that the mean is zero; 1 where there is no interval.
+
+    Example:
+        >>> round(p_value(estimate([0.1, 0.2, 0.3])), 4)
+        0.0742
+    """
+    if not math.isfinite(difference.mean) or math.isnan(difference.error):
+        return 1.0
+    if difference.error == 0:
+        return 1.0 if difference.mean == 0 else 0.0
+    return 2 * (1 - student_cdf(abs(difference.mean / difference.error), difference.count - 1))
+
+
+def holm(p_values: Mapping[str, float], level: float = 0.05) -> list[str]:
+    """Names of the tests that reject when all of them together may err with probability `level` (Holm 1979).
+
+    Example:
+        >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+        ['a']
+    """
+    rejected = []
+    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        if p > level / (len(p_values) - done):
+            break
+        rejected.append(name)
+    return rejected
+
+
 def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     """Steps that a run of its own length, with its own decay to zero, would need to end at `target`.
 
@@ -160,8 +190,9 @@ def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     for short, long in itertools.pairwise(lengths):
         if losses[long] <= target:  # so the shorter one is above
             drop = losses[short] - losses[long]
-            part = (losses[short] - target) / drop if math.isfinite(drop) else 1.0
-            return Crossing(short * (long / short) ** part, "at")
+            if not math.isfinite(drop):  # the shorter run diverged: where between the two it is reached is not known
+                return Crossing(long, "before")
+            return Crossing(short * (long / short) ** ((losses[short] - target) / drop), "at")
     return Crossing(lengths[-1], "after")
 
 

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,22 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.compare_plots import DARK, LIGHT, plots
-from recipes.comparison import Comparison
+from recipes.comparison import Comparison, Row
 from recipes.run_loop import CLIP, WARMUP
+from recipes.runs import RunResult
 from recipes.summary import caveats, cells, hyperparameters, pair_cells, sentences
 from recipes.tuning import Axis
 
 COLORS = {"better": "green", "worse": "red", "diverged": "red", "baseline": "bold"}
 CAPTIONS = {
     "differences": "Final loss minus AdamW's with the same seed: mean, 95 % interval, and each seed as a dot. Left is better.",
-    "curves": "Training loss at the main length, mean over test seeds with one standard error. Only the end of each curve is "
-    "compared: before it, learning rates have not come down yet.",
-    "steps": "Steps that a run of its own length needs to end at AdamW's loss, as a part of AdamW's. Hatched: only a bound.",
+    "curves": "Training loss at the main length, mean over test seeds with one standard error: the seven arms of lowest loss "
+    "and AdamW. Only the end of each curve is compared: before it, learning rates have not come down yet.",
+    "steps": "Steps that a run of its own length needs to end at AdamW's loss, as a part of AdamW's. Hatched: only a bound. "
+    "Green and red: fewer and more steps than AdamW, beyond the interval.",
     "memory": "Loss against the memory of the optimizer's state.",
     "scales": "Block scales over the run, by role: what curvature gave each kind of block.",
-    "tuning": "Every tuning run. The ring marks the chosen one, a cross one that diverged.",
+    "tuning": "Tuning runs by learning rate, the worst tenth cut off. A ring marks the chosen one, a cross one that diverged.",
 }
 STYLE = """
 :root { color-scheme: light dark; --bg: #ffffff; --fg: #1f2328; --soft: #59636e; --line: #d0d7de; --card: #f6f8fa;
@@ -52,7 +55,7 @@ figure img { width: 100%; height: auto; border: 1px solid var(--line); border-ra
 figcaption { color: var(--soft); font-size: .9rem; }
 pre { background: var(--card); padding: .7rem; overflow-x: auto; border-radius: 8px; }
 """
-HEADINGS = ("arm", "loss", "minus AdamW", "steps", "gradients", "seconds", "bytes")
+HEADINGS = ("arm", "loss", "minus AdamW", "steps to", "gradients to", "gradients", "seconds", "bytes")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -121,17 +124,24 @@ def _summary(comparison: Comparison) -> str:
 
 def _main_table(comparison: Comparison) -> str:
     body = [
-        _row([row.name, *cells(row), f"{100 * row.curvature_share:.0f} %", str(row.evaluations or "–")], row.verdict)
+        _row([row.name, *_with_gradients_to_target(row), f"{100 * row.curvature_share:.0f} %"], row.verdict)
         for row in comparison.rows
     ]
-    main = _table([*HEADINGS, "time for curvature", "gradients to AdamW's loss"], body)
+    main = _table([*HEADINGS, "curvature"], body)
     words = (
         '<p class="soft">Loss: mean ± standard error on held-out data after the last step. Minus AdamW: mean over seeds of the '
-        "difference with the same seed, ± half of its 95 % interval. Steps: to AdamW's loss, as a part of AdamW's; “&gt;” is "
-        "not reached, “≤” already by the shortest runs. Gradients: forward and backward passes of a run, those for curvature "
-        "included. Seconds: of a run, curvature included. Bytes: of optimizer state, a parameter.</p>"
+        "difference with the same seed, ± half of its 95 % interval. Steps to, gradients to: AdamW's loss, as a part of "
+        "AdamW's, with the 95 % interval; “&gt;” is reached by no seed, “≥” not by all, “≤” already by the shortest runs. "
+        "Gradients: forward and backward passes of a run, those for curvature included. Seconds: of a run, the median, with "
+        "curvature. Bytes: of optimizer state, a parameter. Curvature: its part of the seconds.</p>"
     )
     return main + words
+
+
+def _with_gradients_to_target(row: Row) -> list[str]:
+    """The cells of the terminal's table, with gradients to AdamW's loss beside the steps to it."""
+    loss, difference, _, *costs = cells(row)
+    return [loss, difference, *("–" if part is None else part.with_interval() for part in (row.steps, row.evaluations)), *costs]
 
 
 def _more_tables(comparison: Comparison) -> str:
@@ -179,37 +189,49 @@ def _inline(figure: Any) -> str:
 
 def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, Any]) -> str:
     items = []
-    for comparison in comparisons:
+    for number, comparison in enumerate(comparisons):
         study = comparison.study
         lengths = ", ".join(f"{round(length * study.steps)}" for length in sorted(study.lengths))
         items.append(
             f"{study.name}: {study.data.source} ({study.data.tokenizer or f'BPE of {study.model.vocab_size}'}), context "
             f"{study.model.context}, batches of {study.batch_size}, width {study.model.width}, depth {study.model.depth}, "
             f"{study.model.heads} heads; runs of {lengths} steps; {study.budget} tuning runs an arm; {study.seeds} test seeds "
-            f"at {study.steps} steps and {min(study.seeds, study.length_seeds)} at other lengths."
+            f"at {study.steps} steps and {min(study.seeds, study.length_seeds)} at other lengths. "
+            + (f"Tuning starts at the best values of {comparisons[number - 1].study.name}, by factors of 2." if number else "")
         )
     items += [
         "Same model, initial weights, batches, tokens and schedule for all arms with the same seed: linear warm-up over "
         f"{100 * WARMUP:.0f} % of the steps, then linear to zero; gradients clipped at norm {CLIP:g}; decay on matrices only.",
         "Each arm is tuned by coordinate descent over its own space with the same number of runs on one tuning seed; the grids "
-        "have no ends, so a best value at an edge is followed as far as the budget goes.",
-        "Then it is tested on seeds that tuning has not seen, paired: differences are taken seed by seed.",
+        "have no ends, so a best value at an edge is followed as far as the budget goes. A control takes all but its learning "
+        "rate from the arm that it controls, as tuned.",
+        "Then it is tested on seeds and held-out text that tuning has not seen, paired: differences are taken seed by seed.",
         "Losses are those of finished runs only, on held-out data. Steps to a loss come from runs of several lengths, each "
         "with its own decay, by interpolation in the logarithm of the steps.",
-        "Gradient evaluations and seconds include curvature; runs share the machine, so that seconds are rough.",
+        "Gradient evaluations and seconds include curvature. Seconds are rough: runs share the machine, and AdamW and SGD are "
+        "torch's by default, not fused.",
     ]
     listed = "".join(f"<li>{_escaped(item)}</li>" for item in items)
-    spaces = {row.name: row.outcome.arm for comparison in comparisons for row in comparison.rows}
-    lines = [_row([name, ", ".join(map(_axis, arm.space))], "", text=2) for name, arm in spaces.items()]
-    versions = _escaped(json.dumps(about))
-    codes = sorted({run.header.get("git", "unknown") for comparison in comparisons for run in comparison.test_runs()})
-    mixed = f"<p>Runs come from {len(codes)} states of the code: {_escaped(', '.join(codes))}.</p>" if len(codes) > 1 else ""
+    spaces = "".join(_spaces(comparison) for comparison in comparisons)
+    runs = [run for comparison in comparisons for run in comparison.all_runs()]
+    made = Counter(json.dumps({name: run.header.get(name) for name in about}) for run in runs)
+    by = "".join(f'<p class="soft">{count} runs: {_escaped(one)}</p>' for one, count in made.most_common())
     return (
-        f"<h2>How it was measured</h2><ul>{listed}</ul><h3>Search spaces: start, and factor of the first grid</h3>"
-        f"{_table(['arm', 'axes'], lines, text=2)}"
-        f"<h2>Run it again</h2><pre>{_escaped(command)}</pre><p>Finished runs are kept and not run again.</p>{mixed}"
-        f'<p class="soft">{versions}</p>'
+        f"<h2>How it was measured</h2><ul>{listed}</ul>{spaces}"
+        f"<h2>Run it again</h2><pre>{_escaped(command)}</pre><p>Finished runs are kept and not run again.</p>"
+        f"<p>What made the runs:{_other_code(runs, about)}</p>{by}"
     )
+
+
+def _other_code(runs: Sequence[RunResult], about: dict[str, Any]) -> str:
+    other = sum(run.header.get("code") != about.get("code") for run in runs)
+    return f" <strong>{other} of {len(runs)} by other code than that which wrote this report.</strong>" if other else ""
+
+
+def _spaces(comparison: Comparison) -> str:
+    lines = [_row([row.name, ", ".join(map(_axis, row.outcome.space))], "", text=2) for row in comparison.rows]
+    title = f"Search spaces, {comparison.study.name}: start, and factor of the first grid"
+    return f"<h3>{_escaped(title)}</h3>{_table(['arm', 'axes'], lines, text=2)}"
 
 
 def _axis(axis: Axis) -> str:

@@ -7,7 +7,7 @@ tuning seeds, and the same test seeds, which no tuning has seen. Test runs come 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.arms import ARMS, Arm
@@ -101,6 +101,7 @@ class ArmOutcome:
         arm: Which one.
         tuned: What tuning found.
         tests: `{steps: {seed: result}}` of the test runs with the best hyperparameters.
+        tuning: The tuning runs.
         space: What was tuned, from where.
         fixed: Hyperparameters that a control took from its base.
     """
@@ -108,13 +109,18 @@ class ArmOutcome:
     arm: Arm
     tuned: Tuned
     tests: dict[int, dict[int, RunResult]]
-    space: tuple[Axis, ...] = ()
-    fixed: Mapping[str, float] = field(default_factory=dict)
+    tuning: list[RunResult]
+    space: tuple[Axis, ...]
+    fixed: Mapping[str, float]
 
     @property
     def values(self) -> dict[str, float]:
         """All hyperparameters of the test runs."""
         return {**self.tuned.best, **self.fixed}
+
+    def test_runs(self) -> list[RunResult]:
+        """Those of all lengths."""
+        return [run for runs in self.tests.values() for run in runs.values()]
 
 
 Campaign = Generator[list[RunConfig], list[RunResult], ArmOutcome]
@@ -134,9 +140,10 @@ def campaign(
     space = [axis._replace(start=(start or {}).get(axis.name, axis.start)) for axis in arm.space]
     fixed = {name: value for name, value in (base or {}).items() if name not in {axis.name for axis in space}}
     search = tune(space, study.budget, near=start is not None)
-    points = next(search)
+    points, tuning = next(search), []
     while True:
         results = yield [study.config(arm.name, fixed | point, TUNING_SEED, study.steps, "tuning") for point in points]
+        tuning += results
         try:
             points = search.send([result.final for result in results])
         except StopIteration as stop:
@@ -151,7 +158,7 @@ def campaign(
     tests: dict[int, dict[int, RunResult]] = {}
     for (steps, seed), result in zip(planned, results, strict=True):
         tests.setdefault(steps, {})[seed] = result
-    return ArmOutcome(arm, tuned, tests, tuple(space), fixed)
+    return ArmOutcome(arm, tuned, tests, tuning, tuple(space), fixed)
 
 
 OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
@@ -161,8 +168,21 @@ CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw
 DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 
 
-def _study(name: str, arms: Sequence[str], model: GPT2Config, *, steps: int, batch_size: int, budget: int, seeds: int) -> Study:
-    data = DataConfig("stdlib", None, model.vocab_size)
+LARGE = "Salesforce/wikitext:wikitext-103-raw-v1"  # of the hub; the standard library would be read many times over
+
+
+def _study(
+    name: str,
+    arms: Sequence[str],
+    model: GPT2Config,
+    *,
+    steps: int,
+    batch_size: int,
+    budget: int,
+    seeds: int,
+    source: str = "stdlib",
+) -> Study:
+    data = DataConfig(source, None, model.vocab_size)
     lengths = (0.5, 1.0, 2.0)
     return Study(name, tuple(arms), model, data, steps, lengths, batch_size, budget, seeds, length_seeds=max(3, seeds // 2))
 
@@ -172,7 +192,9 @@ def presets() -> dict[str, tuple[Study, ...]]:
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
     confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=150, batch_size=4, budget=3, seeds=4)
-    larger = _study("30M", CONFIRMED, GPT2Config(8192, 512, 512, 8, 8), steps=8000, batch_size=32, budget=6, seeds=5)
+    middle = _study("10M", ARMS, MODELS["10M"], steps=4000, batch_size=32, budget=20, seeds=8, source=LARGE)
+    model = GPT2Config(vocab_size=8192, context=512, width=512, depth=8, heads=8)
+    larger = _study("30M", CONFIRMED, model, steps=8000, batch_size=32, budget=6, seeds=5, source=LARGE)
     return {
         "demo": (
             replace(
@@ -187,8 +209,5 @@ def presets() -> dict[str, tuple[Study, ...]]:
             ),
             replace(confirmed, lengths=(1.0,)),
         ),
-        "full": (
-            _study("10M", ARMS, MODELS["10M"], steps=4000, batch_size=32, budget=20, seeds=8),
-            replace(larger, lengths=(1.0,)),
-        ),
+        "full": (middle, replace(larger, lengths=(1.0,))),
     }

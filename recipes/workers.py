@@ -6,16 +6,17 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.arms import ARMS
 from recipes.run_config import RunConfig
 from recipes.runs import RunResult, run_once
-from recipes.studies import ArmOutcome, Campaign
+from recipes.studies import ArmOutcome, Campaign, Study, campaign
 
 Submit = Callable[[RunConfig], "Future[RunResult]"]
 
@@ -102,6 +103,29 @@ def drive(
                 except StopIteration as stop:
                     outcomes[number] = stop.value
     return [outcomes[number] for number in range(len(campaigns))]
+
+
+def run_study(
+    study: Study,
+    submit: Submit,
+    starts: Mapping[str, Mapping[str, float]],
+    on_result: Callable[[RunConfig, RunResult], None] = lambda *_: None,
+) -> list[ArmOutcome]:
+    """Run all arms of a study: first those that stand alone, then the controls, which take tuned values from them.
+
+    Args:
+        study: The protocol.
+        submit: Starts a run.
+        starts: `{arm: hyperparameters}` to start tuning at, such as the best of a smaller model.
+        on_result: Called for each finished run.
+    """
+    outcomes: list[ArmOutcome] = []
+    for are_controls in (False, True):
+        arms = [ARMS[name] for name in study.arms if (ARMS[name].base is not None) == are_controls]
+        tuned = {outcome.arm.name: outcome.values for outcome in outcomes}
+        runs = [campaign(study, arm, starts.get(arm.name), tuned.get(arm.base or "")) for arm in arms]
+        outcomes += drive(runs, submit, on_result)
+    return outcomes
 
 
 def _result(future: Future[RunResult], config: RunConfig) -> RunResult:

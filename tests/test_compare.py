@@ -28,9 +28,9 @@ from recipes.gpt2 import GPT2, GPT2Config
 from recipes.report import print_comparison, write_plots, write_report
 from recipes.run_config import DataConfig
 from recipes.runs import RunResult
-from recipes.studies import TEST_SEED, TUNING_SEED, Study, campaign, presets
+from recipes.studies import TEST_SEED, TUNING_SEED, Study, presets
 from recipes.summary import caveats, sentences
-from recipes.workers import drive, workers
+from recipes.workers import run_study, workers
 
 ROOT = Path(__file__).parent.parent
 MODEL = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
@@ -63,7 +63,7 @@ def submit_made_up(config):
 
 
 def outcomes_of(study, submit=submit_made_up, on_result=lambda *_: None):
-    return drive([campaign(study, ARMS[arm]) for arm in study.arms], submit, on_result)
+    return run_study(study, submit, {}, on_result)
 
 
 def test_tuning_and_test_seeds_differ_and_lengths_have_runs_of_their_own():
@@ -224,10 +224,69 @@ def test_the_words_name_winners_and_losers(comparison):
     limits = " ".join(caveats(comparison))
     assert "soap" in limits
     assert "4,000 parameters" in limits
-    assert "left these" not in limits
+    assert "They left power" not in limits
     few = study_of("adamw", "adamw-groups", budget=4)
     said = " ".join(caveats(compared(few, outcomes_of(few), {})))
-    assert "adamw-groups (embedding_ratio, vector_ratio)" in said
+    assert "They left vector_ratio as it was at the start for adamw-groups." in said
+    assert "They left weight_decay as it was at the start for all arms." in said
+
+
+def test_the_words_hold_controls_noise_and_the_correction_for_many_comparisons():
+    study = study_of("adamw", "sgd", "block-muon", "block-adamw", "block-adamw+newton", "block-adamw+newton-inverted")
+    comparison = compared(study, outcomes_of(study), {})
+    said = " ".join(sentences(comparison))
+    assert "Scales in the wrong places, against the measured ones: block-adamw+newton-inverted" in said
+    assert "Scales from curvature, against all scales 1: block-adamw+newton" in said
+    assert "the difference is noise: block-adamw against adamw" in said
+    assert comparison.sure() == ["block-muon", "sgd"] or comparison.sure() == ["sgd", "block-muon"]
+    assert "Of these differences, all stand when corrected (Holm) for 5 comparisons with AdamW." in said
+
+
+def test_a_control_takes_the_tuned_power_of_its_base_and_tunes_its_learning_rate_alone():
+    asked = []
+
+    def submit(config):
+        asked.append(config)
+        future = Future()
+        loss = made_up(config).final + 0.1 * math.log(dict(config.values).get("power", -1) / -0.125) ** 2
+        future.set_result(replace(made_up(config), final=loss))
+        return future
+
+    study = study_of("adamw", "block-adamw+newton", "block-adamw+newton-inverted", budget=8)
+    _, base, control = outcomes_of(study, submit)
+    assert base.tuned.best["power"] == -0.125
+    assert control.fixed == {name: base.tuned.best[name] for name in ("power", "weight_decay")}
+    tried = [dict(config.values) for config in asked if config.arm.endswith("inverted")]
+    assert {values["power"] for values in tried} == {-0.125}
+    assert len({values["lr"] for values in tried if values}) == 8
+
+
+def test_runs_that_diverge_now_and_then_are_counted():
+    def submit(config):
+        future, result = Future(), made_up(config)
+        if config.arm == "block-muon" and config.purpose == "test" and (config.seed, config.steps) in {(1, 100), (2, 200)}:
+            result = RunResult(diverged="step 7", gradient_evaluations=7, seconds=1.0, header={})
+        future.set_result(result)
+        return future
+
+    study = study_of("adamw", "sgd", "block-muon")
+    comparison = compared(study, outcomes_of(study, submit), {})
+    row = comparison.row("block-muon")
+    assert (row.diverged, row.tests, row.verdict) == (2, 8, "diverged")
+    assert "Diverged: block-muon (2 of 8 test runs)." in sentences(comparison)
+    assert row.evaluations == row.steps  # a run that died at its 7th gradient still counts as one of its length
+
+
+def test_without_a_baseline_nothing_is_claimed():
+    def submit(config):
+        future = Future()
+        lost = config.arm == "adamw" and config.purpose == "test" and config.seed == 1
+        future.set_result(RunResult(diverged="step 1", seconds=1.0, header={}) if lost else made_up(config))
+        return future
+
+    study = study_of("adamw", "block-muon")
+    (said,) = sentences(compared(study, outcomes_of(study, submit), {}))
+    assert "nothing to compare with" in said
 
 
 def test_the_table_fits_into_100_columns(comparison):
@@ -251,6 +310,9 @@ def test_the_report_needs_no_network(comparison, tmp_path):
     assert set(sources) - set(images) == {"data:,"}
     assert "a&lt;b&gt;" in text
     assert text.index("lowest loss") < text.index("<img") < text.index("Run it again")
+    assert "by other code than that which wrote this report" not in text
+    write_report([comparison], path, "x", {"git": "x", "code": "another"})
+    assert "by other code than that which wrote this report" in path.read_text(encoding="utf-8")
     assert len(write_plots(comparison, tmp_path / "out")) == 6
     assert all(plot.stat().st_size > 5000 for plot in (tmp_path / "out").glob("*.png"))
 

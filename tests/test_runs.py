@@ -107,6 +107,35 @@ def test_the_key_depends_on_all_but_the_cache(data):
     assert replace(config, data=replace(data, cache="elsewhere")).key == config.key
 
 
+def test_tuning_and_test_are_evaluated_on_different_text(data):
+    seen = {"tuning": set(), "test": set()}
+
+    class Model:
+        def eval(self):
+            pass
+
+        def __call__(self, tokens, targets):
+            seen[purpose].update(map(tuple, tokens.tolist()))
+            return torch.tensor(1.0)
+
+    for purpose in seen:
+        run_loop.evaluate(Model(), token_data(data), replace(config_of(data), purpose=purpose))
+    assert len(seen["tuning"]) == len(seen["test"]) == 8
+    assert not seen["tuning"] & seen["test"]
+
+
+def test_a_checkpoint_of_other_code_is_left_aside(data, tmp_path, monkeypatch):
+    config = config_of(data, steps=4)
+    monkeypatch.setattr(run_loop, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    run_loop.train(config, tmp_path, "old")
+    taken, step = [], run_loop._step
+    monkeypatch.setattr(run_loop, "_step", lambda *a: taken.append(1) or step(*a))
+    run_loop.train(config, tmp_path, "old")
+    assert len(taken) == 0
+    run_loop.train(config, tmp_path, "new")
+    assert len(taken) == 4
+
+
 def test_gradient_evaluations_count_those_of_the_curvature(data, tmp_path):
     plain = run_once(config_of(data, "block-adamw", steps=40), tmp_path, {})
     newton = run_once(config_of(data, "block-adamw+newton", steps=40), tmp_path, {})

@@ -1,13 +1,16 @@
 """Means, paired differences and steps to a target, against scipy and by hand."""
 
 import math
+import random
 
 import pytest
 import scipy.stats
 
 from recipes.paired_statistics import (
     estimate,
+    holm,
     mean_crossing,
+    p_value,
     paired_difference,
     steps_to_target,
     student_cdf,
@@ -58,6 +61,21 @@ def test_verdicts():
     assert verdict(paired_difference({1: 1.0, 2: 2.0}, {1: math.inf, 2: 2.0})) == "unclear"
 
 
+def test_p_values_are_those_of_scipy():
+    generator = random.Random(0)
+    for count in (2, 3, 5, 9):
+        values = [generator.gauss(0.3, 1) for _ in range(count)]
+        assert p_value(estimate(values)) == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-9)
+    assert p_value(estimate([1.0])) == p_value(estimate([math.inf, 1.0])) == p_value(estimate([0.0, 0.0])) == 1
+    assert p_value(estimate([1.0, 1.0])) == 0
+
+
+def test_holm_is_between_no_correction_and_bonferroni():
+    assert holm({"a": 0.01, "b": 0.02, "c": 0.04}) == ["a", "b", "c"]  # Bonferroni would keep "a" alone
+    assert holm({"a": 0.02, "b": 0.02, "c": 0.02}) == []
+    assert holm({}) == []
+
+
 def test_a_steps_to_target_is_linear_in_the_logarithm():
     losses = {100: 4.0, 200: 3.0, 800: 1.0}  # slopes 1 a doubling
     assert steps_to_target(losses, 3.5).steps == pytest.approx(100 * 2**0.5)
@@ -69,7 +87,7 @@ def test_targets_outside_of_the_lengths_are_said_so():
     losses = {100: 4.0, 200: 3.0}
     assert steps_to_target(losses, 2.0) == (200, "after")
     assert steps_to_target(losses, 5.0) == (100, "before")
-    assert steps_to_target({100: math.inf, 200: 3.0}, 3.5) == (200, "at")
+    assert steps_to_target({100: math.inf, 200: 3.0}, 3.5) == (200, "before")  # the shorter run diverged: a bound
     assert steps_to_target({100: math.inf, 200: math.inf}, 3.5) == (200, "after")
 
 
