@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.addition import IGNORED, VOCABULARY, addition
+from recipes.addition import IGNORED, VOCABULARY, addition, decode
 from recipes.sources import held_out, open_source
 from recipes.tokens import SMALLEST_BPE, cached, open_tokenizer, write_tokens
 
@@ -70,6 +70,9 @@ class TokenData:
     def batches(self, part: str, *, batch_size: int, context: int, seed: int) -> Batches:
         """The batches of "train" or "validation"."""
         tokens = {"train": self.train, "validation": self.validation}[part]
+        if tokens.ndim == 1 and len(tokens) <= context:
+            remedy = "Lower --context" + (" or raise --validation-fraction." if part == "validation" else ".")
+            raise ValueError(f"Invalid context={context}. The {part} part of {self.name} has {len(tokens):,} tokens. {remedy}")
         return Batches(tokens, batch_size=batch_size, context=context, seed=seed, ignored=self.ignored)
 
     def decode(self, ids: Tensor) -> str:
@@ -79,7 +82,7 @@ class TokenData:
 
             return str(Tokenizer.from_file(str(self.tokenizer)).decode(ids.tolist(), skip_special_tokens=False))
         if self.train.ndim == 2:
-            return "".join(VOCABULARY[i] for i in ids.tolist())
+            return decode(ids)
         return bytes(ids.tolist()).decode(errors="replace")
 
 

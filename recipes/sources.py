@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipes.files import sha256
+
 POSSIBLE = (
     "Possible are: 'stdlib' (the source of Python's standard library), 'addition' or 'addition:DIGITS', a file or folder of "
     "text, JSONL or Parquet, or a data set of the Hugging Face hub as NAME or NAME:CONFIG, such as wikitext:wikitext-2-raw-v1"
@@ -45,11 +47,13 @@ class Source(NamedTuple):
         content: A hash of all that the documents are made of.
         documents: Starts reading at the first document, at every call.
         size: Bytes to read, or None if that is not known beforehand.
+        note: What the user should know about the choice of documents.
     """
 
     content: str
     documents: Callable[[], Iterator[Document]]
     size: int | None = None
+    note: str = ""
 
 
 def open_source(
@@ -144,15 +148,19 @@ def files_at(name: str) -> dict[str, Path]:
 def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Source:
     """Text files, each a document (or several, with <|endoftext|> between), and rows of JSONL and Parquet files.
 
-    Files called `validation`, `valid` or `val` (a word of the name, as in `data-valid.jsonl`) are held out as a whole;
-    not so modules of Python, where the name says something else.
+    Of several files, those called `validation`, `valid`, `val` or `dev` (a word of the name, as in `data-valid.jsonl`) are held
+    out as a whole, and those called `test` are left out; not so modules of Python, where the name says something else.
     """
-    order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())  # so that the first million is no letter A
+    tests = {name for name in files if _called("test", name)}
+    if len(tests) == len(files):  # they were asked for
+        tests = set()
+    order = sorted(files.keys() - tests, key=lambda name: hashlib.sha256(name.encode()).digest())  # not all letters A first
+    valid = {name for name in order if _called("validation|valid|val|dev", name)}
+    valid = valid if len(valid) < len(order) else set()
     content = hashlib.sha256()
     for name in order:
-        content.update(json.dumps([name, _digest(files[name])]).encode())
-    word = re.compile(r"(^|[._/-])(validation|valid|val)([._/-]|$)")
-    valid = {name for name in order if word.search(name) and not name.endswith(".py")}
+        role = ["validation"] if name in valid else []
+        content.update(json.dumps([name, sha256(files[name]), *role]).encode())
 
     def of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         names = list(names)
@@ -161,27 +169,28 @@ def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Sou
                 parts = [part for part in _read_text(files[name]).split(END_OF_TEXT) if part.strip()]
                 yield from ((name if len(parts) == 1 else f"{name}#{i}", part) for i, part in enumerate(parts))
         for kind in ("json", "parquet"):
-            if paths := [str(files[name]) for name in sorted(names) if kind_of(files[name]) == kind]:
-                datasets = quiet_datasets()
-                rows = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True)
-                yield from texts(rows, text_column, " ".join(paths[:3]))
+            for path in (files[name] for name in sorted(names) if kind_of(files[name]) == kind):
+                yield from texts(_read_rows(path, kind), text_column, str(path))
 
     def documents() -> Iterator[Document]:
-        if valid and len(valid) < len(order):
+        if valid:
             for names, at_side in ((valid, True), (set(order) - valid, False)):
                 yield from (Document(text, at_side) for _, text in of(name for name in order if name in names))
         else:
             yield from split(of(order), fraction)
 
-    return Source(content.hexdigest(), documents, sum(path.stat().st_size for path in files.values()))
+    said = [f"{what} by name: {_some(names)}" for what, names in (("held out", valid), ("left out", tests)) if names]
+    return Source(content.hexdigest(), documents, sum(files[name].stat().st_size for name in order), "; ".join(said))
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def _called(words: str, name: str) -> bool:
+    """Whether one of the words, with or without a number, is a word of a file's name."""
+    return re.search(rf"(^|[._/-])({words})\d*([._/-]|$)", name) is not None and not name.endswith(".py")
+
+
+def _some(names: set[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def _read_text(path: Path) -> str:
@@ -191,7 +200,22 @@ def _read_text(path: Path) -> str:
         data = file.read()
     if b"\0" in data[:1000]:
         raise ValueError(f"{path} is no text file: it has zero bytes.")
-    return str(data.decode("utf-8", errors="replace"))
+    try:
+        return str(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no UTF-8 text: byte {data[error.start]:#04x} at {error.start:,}. Convert it, for example with "
+            "`iconv -f LATIN1 -t UTF-8`, or move it elsewhere."
+        ) from error
+
+
+def _read_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL or Parquet file, one after another."""
+    try:
+        rows = quiet_datasets().load_dataset(kind, data_files=str(path), split="train", streaming=True)
+    except StopIteration:  # what the package makes of an empty file
+        return
+    yield from rows
 
 
 def texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[tuple[str, str]]:
@@ -208,7 +232,7 @@ def texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[t
             if text and text.strip():
                 yield text, text
     except Exception as error:
-        if type(error).__module__.startswith("pyarrow"):
+        if isinstance(error, UnicodeDecodeError) or type(error).__module__.startswith("pyarrow"):
             raise ValueError(f"Cannot read {where}: {error}") from error
         raise
 
@@ -226,6 +250,11 @@ def from_hub(name: str, cache: Path, fraction: float, text_column: str, streamin
             parts = datasets.load_dataset(repository, config or None, revision=revision, streaming=streaming)
         except ConnectionError as error:
             raise _offline(repository, error) from error
+        except RuntimeError as error:  # such as "Dataset scripts are no longer supported"
+            raise ValueError(
+                f"Cannot load {name!r} from the hub: {error}. Choose a data set that is stored as Parquet or JSONL, such as "
+                "HuggingFaceFW/fineweb:sample-10BT."
+            ) from error
         except (ValueError, datasets.exceptions.DatasetNotFoundError) as error:
             raise ValueError(f"Cannot load {name!r} from the hub: {error}\nA configuration is given as NAME:CONFIG.") from error
         if "train" not in parts:

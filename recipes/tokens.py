@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recipes.files import sha256
 from recipes.sources import END_OF_TEXT, Document, Source, quiet_hub
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # of the network, whose classes depend on the hub's version
         raise ConnectionError(
             f"Cannot reach the Hugging Face hub for the tokenizer {name!r} ({type(error).__name__}). Give the path of its "
-            "tokenizer.json, or leave it out: then one is trained on the data."
+            "tokenizer.json; for a fresh model, it may be left out: then one is trained on the data."
         ) from error
 
 
@@ -170,6 +171,8 @@ def write_tokens(
     """
     chosen = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = chosen or "true"
+    if source.note:
+        say(f"{name}: {source.note}")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -207,7 +210,7 @@ def write_tokens(
                 if waiting_size >= PIECE:
                     flush()
                     waiting_size = 0
-                    if written[0] >= limit:
+                    if written[0] >= limit and written[1]:  # a held-out document comes soon, see `split`
                         break
             flush()
     os.environ["TOKENIZERS_PARALLELISM"] = chosen or "false"  # unset, the package complains in processes forked later
@@ -261,7 +264,7 @@ def _write(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         record = build(part)
-        record["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": checksum(p)} for p in sorted(part.iterdir())}
+        record["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(part.iterdir())}
         (part / "meta.json").write_text(json.dumps({"sha256": _record_checksum(record), "record": record}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
@@ -294,7 +297,7 @@ def read_record(folder: Path) -> tuple[dict[str, Any] | None, str]:
             path = folder / name
             if (size := path.stat().st_size) != expected["bytes"]:
                 return None, f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
-            if checksum(path) != expected["sha256"]:
+            if sha256(path) != expected["sha256"]:
                 raise ValueError("wrong checksum")
     except FileNotFoundError:
         return None, f"{path} is missing"
@@ -305,12 +308,3 @@ def read_record(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 def _record_checksum(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import recipes.data
+import recipes.files
 import recipes.sources
 import recipes.tokens
 from recipes.data import Batches, load_data
@@ -62,7 +63,7 @@ def standard_library():
     return {name.as_posix(): (root / name).read_bytes() for name in names}
 
 
-@pytest.mark.parametrize("module", [recipes.data, recipes.sources, recipes.tokens])
+@pytest.mark.parametrize("module", [recipes.data, recipes.files, recipes.sources, recipes.tokens])
 def test_examples_in_docstrings(module):
     tested = doctest.testmod(module)
     assert tested.attempted > 0
