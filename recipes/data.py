@@ -67,12 +67,23 @@ class TokenData:
         """The context that examples need, or None if any will do."""
         return self.train.shape[1] - 1 if self.train.ndim == 2 else None
 
+    def part(self, name: str, *, window: int) -> Tensor:
+        """The tokens of "train" or "validation", enough for one window at least.
+
+        Raises:
+            ValueError: If there are fewer.
+        """
+        tokens = {"train": self.train, "validation": self.validation}[name]
+        if tokens.ndim == 1 and len(tokens) < window:
+            remedy = "Lower --context" + (" or raise --validation-fraction." if name == "validation" else ".")
+            raise ValueError(
+                f"The {name} part of {self.name} has {len(tokens):,} tokens, and one window takes {window:,}. {remedy}"
+            )
+        return tokens
+
     def batches(self, part: str, *, batch_size: int, context: int, seed: int) -> Batches:
         """The batches of "train" or "validation"."""
-        tokens = {"train": self.train, "validation": self.validation}[part]
-        if tokens.ndim == 1 and len(tokens) <= context:
-            remedy = "Lower --context" + (" or raise --validation-fraction." if part == "validation" else ".")
-            raise ValueError(f"Invalid context={context}. The {part} part of {self.name} has {len(tokens):,} tokens. {remedy}")
+        tokens = self.part(part, window=context + 1)
         return Batches(tokens, batch_size=batch_size, context=context, seed=seed, ignored=self.ignored)
 
     def decode(self, ids: Tensor) -> str:

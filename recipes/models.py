@@ -33,7 +33,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model_arguments(arguments: argparse.Namespace) -> None:
-    """Look at the flags before any data are loaded; the tokenizer of a checkpoint is taken if none is asked for.
+    """Look at the flags before any data are loaded; if no tokenizer is asked for, that of the checkpoint is taken.
 
     Raises:
         ValueError: If they do not fit together.
@@ -44,9 +44,24 @@ def check_model_arguments(arguments: argparse.Namespace) -> None:
     if arguments.context is not None and arguments.context < 1:
         raise ValueError(f"Invalid --context={arguments.context}. Must be >= 1.")
     gpt2_config(arguments, vocab_size=1, context=1)  # checks the sizes
-    if arguments.hf_checkpoint and arguments.tokenizer is None:
-        saved = Path(arguments.hf_checkpoint) / "tokenizer.json"
-        arguments.tokenizer = str(saved) if saved.exists() else arguments.tokenizer
+    digits = arguments.data.partition(":")[0] == "addition"  # which have no tokenizer
+    if arguments.hf_checkpoint and arguments.tokenizer is None and not digits:
+        arguments.tokenizer = _tokenizer_of(arguments.hf_checkpoint)
+
+
+def _tokenizer_of(checkpoint: str) -> str:
+    """What `--tokenizer` must be for a checkpoint: ids of another would mean something else to it."""
+    folder = Path(checkpoint).expanduser()
+    if (folder / "tokenizer.json").is_file():
+        return str(folder / "tokenizer.json")
+    if folder.exists():
+        raise ValueError(
+            f"There is no tokenizer.json in {checkpoint}. Pass --tokenizer, or write one: transformers.AutoTokenizer."
+            f"from_pretrained({checkpoint!r}).save_pretrained({checkpoint!r})."
+        )
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
+        raise ValueError(f"No checkpoint {checkpoint!r}. Must be a folder, or a name on the hub.")
+    return checkpoint  # on the hub
 
 
 def gpt2_config(arguments: argparse.Namespace, *, vocab_size: int, context: int) -> GPT2Config:
@@ -66,14 +81,19 @@ def context_of(arguments: argparse.Namespace, data: TokenData) -> int:
     return data.context or arguments.context or PRESETS[arguments.model].context
 
 
-def build_model(arguments: argparse.Namespace, data: TokenData) -> nn.Module:
+def build_model(arguments: argparse.Namespace, data: TokenData, positions: int | None = None) -> nn.Module:
     """The model that the flags ask for, with the vocabulary of the data.
+
+    Args:
+        arguments: The flags of `add_model_arguments`.
+        data: What it is trained on.
+        positions: How many it must have; by default those of `context_of`.
 
     Raises:
         ValueError: If it does not fit the data.
         OSError: If there is no such config or checkpoint, or the hub cannot be reached.
     """
-    context = context_of(arguments, data)
+    context = context_of(arguments, data) if positions is None else positions
     if not (arguments.hf_config or arguments.hf_checkpoint):
         return GPT2(gpt2_config(arguments, vocab_size=data.vocab_size, context=context))
     try:

@@ -8,7 +8,7 @@
 
     accelerate launch --config_file recipes/accelerate/multi_gpu_ddp.yaml recipes/train_hf.py
 
-All that it takes is in `main`: an optimizer over `blockopt.param_groups(model)`, and a `BlockLRCallback`. Writes the Trainer's
+All that it takes is in `train`: an optimizer over `blockopt.param_groups(model)`, and a `BlockLRCallback`. Writes the Trainer's
 checkpoints, the trained model with its tokenizer (`model/`, for `from_pretrained`), and the block scales as CSV and PNG.
 """
 
@@ -18,6 +18,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,10 +30,16 @@ from transformers import Trainer, TrainingArguments, set_seed
 import blockopt
 from blockopt.huggingface import BlockLRCallback
 from recipes.addition import IGNORED
+from recipes.checkpoints import CheckpointError
 from recipes.data import TokenData, add_data_arguments, load_from_arguments
 from recipes.gpt2 import GPT2, to_huggingface
 from recipes.models import add_model_arguments, build_model, check_model_arguments, context_of
 from recipes.optimizers import NAMES, build_optimizer, check_optimizer
+from recipes.trainer_checkpoints import Checksums, only_run_in, start_or_go_on
+
+# What may differ between a run and its resumption.
+FREE = ("output", "resume", "checkpoint_every", "eval_every", "eval_batches", "cache", "cpu")
+BATCH_SIZE = "sequences a process and micro-batch, not a whole step as in train.py (default: %(default)s)"
 
 
 class Windows(Dataset):  # type: ignore[type-arg]
@@ -47,8 +54,6 @@ class Windows(Dataset):  # type: ignore[type-arg]
     def __init__(self, tokens: Tensor, context: int, ignored: int = 0) -> None:
         self.tokens = tokens if tokens.ndim == 2 else tokens[: len(tokens) // context * context].view(-1, context)
         self.ignored = ignored
-        if len(self.tokens) == 0:
-            raise ValueError(f"Invalid context={context}. Must be at most the number of tokens, which is {len(tokens)}.")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,15 +65,23 @@ class Windows(Dataset):  # type: ignore[type-arg]
         return {"input_ids": window, "labels": labels}
 
 
-def windows(data: TokenData, context: int) -> tuple[Windows, Windows]:
-    """To train on, and held out; the label after the last ignored target of an example is the first that counts."""
-    ignored = data.ignored + 1 if data.ignored else 0
-    return Windows(data.train, context, ignored), Windows(data.validation, context, ignored)
+def windows(data: TokenData, length: int) -> tuple[Windows, Windows]:
+    """To train on, and held out.
+
+    The first token is nobody's target, and the Trainer, which divides by the number of labels that count, must not count it.
+    """
+    training, held_out = (data.part(part, window=length) for part in ("train", "validation"))
+    return Windows(training, length, data.ignored + 1), Windows(held_out, length, data.ignored + 1)
+
+
+def window_length(arguments: argparse.Namespace, data: TokenData) -> int:
+    """Tokens that the model sees at once: the context, or a whole example, whose last token is a target only."""
+    return context_of(arguments, data) + (data.context is not None)
 
 
 def make_model(arguments: argparse.Namespace, data: TokenData) -> nn.Module:
     """A model of transformers; our GPT-2 is turned into its GPT-2."""
-    model = build_model(arguments, data)
+    model = build_model(arguments, data, window_length(arguments, data))
     return to_huggingface(model) if isinstance(model, GPT2) else model
 
 
@@ -86,7 +99,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--curvature-every", type=int, default=100, help="steps between refreshes (default: %(default)s)")
     group.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
-    group.add_argument("--batch-size", type=int, default=16, help="sequences a process and micro-batch (default: %(default)s)")
+    group.add_argument("--batch-size", type=int, default=16, help=BATCH_SIZE)
     group.add_argument("--accumulate", type=int, default=1, help="micro-batches a step (default: %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of the model and the order of the data (default: %(default)s)")
     group.add_argument("--bf16", action="store_true", help="mixed precision")
@@ -104,8 +117,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"Invalid --lr={arguments.lr}, --weight-decay={arguments.weight_decay}. Must be > 0 and >= 0.")
     if arguments.optimizer == "sophia":
         parser.error("The Trainer does not measure the Hessian that sophia needs. Use recipes/train.py.")
-    if not arguments.resume and any(arguments.output.glob("checkpoint-*")):
-        parser.error(f"There is a run in {arguments.output}. Go on with it (--resume), or choose another --output.")
+    if arguments.optimizer == "adam-mini" and not (arguments.hf_config or arguments.hf_checkpoint):
+        parser.error(
+            "adam-mini reads heads and neurons from rows, and the GPT-2 of transformers has columns. Use recipes/train.py, or "
+            "--hf-config with a model of nn.Linear."
+        )
     try:
         check_optimizer(arguments.optimizer)
         check_model_arguments(arguments)
@@ -114,21 +130,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train, evaluate, save the model and the scales."""
-    arguments = parse(argv)
-    set_seed(arguments.seed)
-    data = load_from_arguments(arguments)
-    try:
-        model = make_model(arguments, data)
-        training, held_out = windows(data, context_of(arguments, data) + (data.context is not None))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    curvature = None if arguments.curvature == "none" else arguments.curvature
-    decay = arguments.weight_decay
-    optimizer = build_optimizer(arguments.optimizer, model, arguments.lr, weight_decay=decay, curvature=curvature)
-    block_lr = None if curvature is None else BlockLRCallback(curvature=curvature, every=arguments.curvature_every)
-    settings = TrainingArguments(
+def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
+    """The flags as the Trainer wants them. Starts the process group, if there are several processes."""
+    return TrainingArguments(
         output_dir=str(arguments.output),
         max_steps=arguments.steps,
         learning_rate=arguments.lr,
@@ -149,15 +153,34 @@ def main(argv: list[str] | None = None) -> None:
         dataloader_pin_memory=torch.accelerator.is_available(),
         report_to="none",
     )
+
+
+def settings_of(arguments: argparse.Namespace, data: TokenData, processes: int) -> dict[str, Any]:
+    """What decides the outcome of a run, as plain data."""
+    chosen = {name: value for name, value in vars(arguments).items() if name not in FREE}
+    return {**chosen, "data_key": data.key, "processes": processes}
+
+
+def train(arguments: argparse.Namespace, trainer_arguments: TrainingArguments) -> None:
+    """Train, evaluate, save the model and the scales."""
+    set_seed(arguments.seed)
+    data = load_from_arguments(arguments)
+    model = make_model(arguments, data)
+    training, held_out = windows(data, window_length(arguments, data))
+    curvature = None if arguments.curvature == "none" else arguments.curvature
+    decay = arguments.weight_decay
+    optimizer = build_optimizer(arguments.optimizer, model, arguments.lr, weight_decay=decay, curvature=curvature)
+    block_lr = None if curvature is None else BlockLRCallback(curvature=curvature, every=arguments.curvature_every)
     trainer = Trainer(
         model,
-        settings,
+        trainer_arguments,
         train_dataset=training,
         eval_dataset=Subset(held_out, range(min(len(held_out), arguments.eval_batches * arguments.batch_size))),
         optimizers=(optimizer, None),
-        callbacks=[block_lr] if block_lr is not None else [],
+        callbacks=[Checksums()] if block_lr is None else [Checksums(), block_lr],
     )
-    trainer.train(resume_from_checkpoint=arguments.resume and any(arguments.output.glob("checkpoint-*")))
+    settings = settings_of(arguments, data, trainer_arguments.world_size)
+    trainer.train(resume_from_checkpoint=start_or_go_on(arguments.output, settings))
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(arguments.output / "model"))
     if not trainer.is_world_process_zero():
@@ -170,6 +193,17 @@ def main(argv: list[str] | None = None) -> None:
         if block_lr.block_lr.history:
             block_lr.block_lr.history.plot(arguments.output / "block_lr.png")
     print(f"held out {loss:.4f}; the model is in {arguments.output / 'model'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train in a folder of one's own; what goes wrong is said without a traceback where it is not a mistake in the code."""
+    arguments = parse(argv)
+    trainer_arguments = training_arguments(arguments)
+    try:
+        with only_run_in(arguments.output, arguments.resume):
+            train(arguments, trainer_arguments)
+    except (CheckpointError, ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

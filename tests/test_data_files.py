@@ -150,10 +150,10 @@ def test_a_part_that_is_too_short_is_named(folder):
     (folder / "notes.txt").write_text("a line of text\n" * 30)
     data = load(folder)
     tokens = len(data.validation)
-    message = f"Invalid context=64. The validation part of .* has {tokens} tokens. Lower --context or raise --validation-fr"
+    message = f"The validation part of .* has {tokens} tokens, and one window takes 65. Lower --context or raise --validation-"
     with pytest.raises(ValueError, match=message):
         data.batches("validation", batch_size=2, context=64, seed=0)
-    with pytest.raises(ValueError, match=r"The train part of .* tokens. Lower --context\.$"):
+    with pytest.raises(ValueError, match=r"The train part of .* takes 641. Lower --context\.$"):
         data.batches("train", batch_size=2, context=640, seed=0)
     assert data.batches("validation", batch_size=2, context=tokens - 1, seed=0).windows == 1
 

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from recipes import train_hf
+from recipes.checkpoints import run_lock
 from recipes.data import load_data
-from recipes.gpt2 import GPT2, GPT2Config, to_huggingface
 from recipes.models import token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Curvature not positive")
@@ -50,9 +50,8 @@ def test_train_resume_and_fine_tune(folder, capsys):
     assert {row.split(",")[0] for row in rows[1:]} == {"2", "4", "7", "10"}  # the schedule of transformers starts from 0
     assert (folder / "whole" / "block_lr.png").stat().st_size > 10_000
 
-    with pytest.raises(SystemExit):  # without --resume
+    with pytest.raises(SystemExit, match=r"There is a run in .*whole. Go on with it \(--resume\)"):
         train_hf.main(flags(folder, "whole", *SIZES, "--steps", 12))
-    assert "There is a run in" in capsys.readouterr().err
     train_hf.shutil.rmtree(folder / "whole" / "checkpoint-12")  # as if killed after step 8
     train_hf.main(flags(folder, "whole", *SIZES, "--steps", 12, "--resume"))
     assert losses(state(folder / "whole", 12)) == whole
@@ -67,18 +66,106 @@ def test_train_resume_and_fine_tune(folder, capsys):
     assert not (folder / "tuned" / "block_lr.csv").exists()
 
 
-def test_the_labels_are_our_targets(folder):
-    """The loss of transformers on its windows is our loss on the same tokens."""
-    data = load_data("addition:2", cache=folder / "cache", max_tokens=900)
-    torch.manual_seed(0)
-    ours = GPT2(GPT2Config(data.vocab_size, 9, 16, 1, 2))
-    training, _ = train_hf.windows(data, data.context + 1)
-    rows = [training[n] for n in range(6)]
-    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-    theirs = to_huggingface(ours)(**batch).loss
-    inputs, targets = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].clone()
-    targets[:, : data.ignored] = -100
-    torch.testing.assert_close(theirs, token_loss(ours, inputs, targets))
+def loss_and_gradient_norm(model, rows, ignored):
+    rows = torch.from_numpy(rows.numpy().astype("int64"))
+    targets = rows[:, 1:].clone()
+    targets[:, :ignored] = -100
+    loss = token_loss(model, rows[:, :-1], targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.item(), torch.stack([g.norm() for g in gradients]).norm().item()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("source", ["text", "addition:2"])
+def test_losses_and_gradients_are_those_of_our_loss_on_the_same_tokens(source, accumulate, folder):
+    """One step on all of the data, too small to be seen: what the Trainer logs is what we compute from the model it saves."""
+    name = folder / "text.txt" if source == "text" else source
+    data = ["--data", name, "--max-tokens", 18 * 16, "--tokenizer", "bytes", "--cache", folder / "cache"]
+    data += ["--context", 16] if source == "text" else []
+    tokens = load_data(str(name), tokenizer="bytes", max_tokens=18 * 16, cache=folder / "cache")
+    length = 16 if source == "text" else 9
+    train, held_out = (
+        part[: len(part) // length * length].view(-1, length) if part.ndim == 1 else part
+        for part in (tokens.train, tokens.validation)
+    )
+    assert len(train) % accumulate == 0
+    output = folder / f"step-{source[:4]}-{accumulate}"
+    size = ["--batch-size", len(train) // accumulate, "--accumulate", accumulate, "--steps", 1, "--lr", 1e-12]
+    train_hf.main([str(flag) for flag in [*data, *SIZES, *size, "--cpu", "--curvature", "none", "--output", output]])
+    logged = {key: value for line in state(output, 1)["log_history"] for key, value in line.items()}
+    model = transformers.AutoModelForCausalLM.from_pretrained(output / "model")
+    assert model.config.n_positions == length
+    loss, norm = loss_and_gradient_norm(model, train, tokens.ignored)
+    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert logged["eval_loss"] == pytest.approx(loss_and_gradient_norm(model, held_out, tokens.ignored)[0], rel=1e-5)
+
+
+# --- resuming ----------------------------------------------------------------------------------------------------------------
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_a_damaged_checkpoint_is_passed_over(folder):
+    run = flags(folder, "damaged", *SIZES, "--steps", 8, "--curvature", "none")
+    train_hf.main(run)
+    output = folder / "damaged"
+    before = losses(state(output, 8))
+    sums = (output / "checkpoint-8" / "SHA256SUMS").read_text().splitlines()
+    assert {line.split()[1] for line in sums} >= {"model.safetensors", "optimizer.pt", "trainer_state.json"}
+    cut(output / "checkpoint-8" / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"checkpoint-8 is passed over: model.safetensors is cut off or damaged"):
+        train_hf.main([*run, "--resume"])
+    assert losses(state(output, 8)) == before
+    (output / "checkpoint-8" / "SHA256SUMS").unlink()  # as if killed while it was written
+    (output / "checkpoint-4" / "optimizer.pt").unlink()
+    passed_over = pytest.warns(UserWarning, match="8 is passed over: it was not written to its end")
+    and_this = pytest.warns(UserWarning, match=r"4 is passed over: optimizer.pt is missing")
+    with passed_over, and_this, pytest.raises(SystemExit, match=r"error: None of the 2 checkpoints in .* is whole"):
+        train_hf.main([*run, "--resume"])
+
+
+def test_a_run_goes_on_with_its_own_settings_only_and_alone(folder, monkeypatch):
+    run = flags(folder, "settings", *SIZES, "--steps", 4, "--curvature", "none")
+    train_hf.main(run)
+    (folder / "other.txt").write_text((folder / "text.txt").read_text()[:3000])
+    for other in (["--optimizer", "adamw"], ["--lr", "0.5"], ["--steps", "8"], ["--data", str(folder / "other.txt")]):
+        name, value = other[0][2:], other[1]
+        with pytest.raises(SystemExit, match=rf"error: The run in .*settings had .*{name} .*, now '?{value}"):
+            train_hf.main([*run, "--resume", *other])
+    with run_lock(folder / "settings"), pytest.raises(SystemExit, match=r"error: Another run trains in .*settings \(process"):
+        train_hf.main([*run, "--resume"])
+    monkeypatch.chdir(folder)
+    train_hf.main([*run, "--resume", "--data", "./text.txt", "--eval-every", "2"])  # the same data, spelled in another way
+    (folder / "settings" / "settings.json").unlink()
+    with pytest.raises(SystemExit, match="error: Cannot read the settings of the run"):
+        train_hf.main([*run, "--resume"])
+
+
+# --- tokenizers of checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, monkeypatch, capsys):
+    def tokenizer(*options):
+        return train_hf.parse(["--hf-checkpoint", *map(str, options)]).tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    assert tokenizer("gpt2") == "gpt2"
+    assert tokenizer("someone/model") == "someone/model"
+    assert tokenizer("someone/model", "--tokenizer", "bytes") == "bytes"
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "vocab.json").write_text("{}")
+    for wrong, message in ((saved, "There is no tokenizer.json in"), (tmp_path / "nowhere", "No checkpoint '/")):
+        with pytest.raises(SystemExit):
+            tokenizer(wrong)
+        assert message in capsys.readouterr().err
+    assert tokenizer(saved, "--data", "addition:2") is None
+    (saved / "tokenizer.json").write_text("{}")
+    assert tokenizer(saved) == str(saved / "tokenizer.json")
+    assert tokenizer("saved") == "saved/tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +173,7 @@ def test_the_labels_are_our_targets(folder):
     [
         (("--optimizer", "sophia"), "Use recipes/train.py"),
         (("--optimizer", "adam"), "Invalid optimizer 'adam'"),
+        (("--optimizer", "adam-mini"), "the GPT-2 of transformers has columns. Use recipes/train.py"),
         (("--steps", "0"), "Invalid --steps=0"),
         (("--lr", "0"), "Invalid --lr=0"),
         (("--hf-config", "x", "--norm", "post"), "--norm is an option of our GPT-2"),
@@ -102,4 +190,6 @@ def test_what_transformers_lacks_is_refused(folder):
     with pytest.raises(SystemExit, match=r"error: Invalid norm='post'"):
         train_hf.main(flags(folder, "post", *SIZES, "--norm", "post"))
     with pytest.raises(SystemExit, match=r"(?s)error: .*nowhere"):
-        train_hf.main(flags(folder, "none", "--hf-checkpoint", folder / "nowhere"))
+        train_hf.main(flags(folder, "none", "--hf-config", folder / "nowhere"))
+    with pytest.raises(SystemExit, match=r"error: The validation part of .* Lower --context or raise --validation-fraction"):
+        train_hf.main([*flags(folder, "long", *SIZES), "--context", "1000"])
