@@ -56,8 +56,8 @@ def _tokenizer_of(checkpoint: str) -> str:
         return str(folder / "tokenizer.json")
     if folder.exists():
         raise ValueError(
-            f"There is no tokenizer.json in {checkpoint}. Pass --tokenizer, or write one: transformers.AutoTokenizer."
-            f"from_pretrained({checkpoint!r}).save_pretrained({checkpoint!r})."
+            f"There is no tokenizer.json in {checkpoint}. Pass the --tokenizer that it was trained with ('bytes', if those), "
+            f"or write one: transformers.AutoTokenizer.from_pretrained({checkpoint!r}).save_pretrained({checkpoint!r})."
         )
     if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
         raise ValueError(f"No checkpoint {checkpoint!r}. Must be a folder, or a name on the hub.")
