@@ -117,6 +117,11 @@ class Checkpoints:
             raise CheckpointError(f"None of the {len(steps)} checkpoints in {self.folder} is whole. Start in another folder.")
         return None
 
+    def describe_last(self) -> str:
+        """The newest file and its step, in words."""
+        steps = self.steps()
+        return f"{self.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
+
     def _left(self) -> str:
         steps = self.steps()
         if not steps:

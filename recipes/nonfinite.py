@@ -77,5 +77,8 @@ def describe_nonfinite(model: nn.Module, step: int, loss: float | None, checkpoi
     for what, found in (("weight", weights), ("gradient", gradients)):
         lines += [f"  {what} {name}: {where}" for name, where in list(found.items())[:SHOWN]]
         lines += [f"  … and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    lines += [f"The last good checkpoint: {checkpoint}. Lower --lr, warm up longer, or clip (--clip), and resume from it."]
+    lines += [f"The last good checkpoint: {checkpoint}."]
+    lines += [
+        "Going on from it would break again: start in another --output with a lower --lr, longer --warmup or smaller --clip."
+    ]
     return "\n".join(lines)

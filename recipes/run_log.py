@@ -1,10 +1,12 @@
 """The log of a run: one JSON object a line, each step once, also when the run was killed and resumed.
 
-{"kind": "config", "arguments": {…}, "git": "6917c69", "versions": {…}, "seeds": {…}, "data": {…}, "parameters": 462816}
+{"kind": "config", "arguments": {"optimizer": "block-adamw", …, "data_key": "1c9f…"}, "seeds": {…}, "processes": 1,
+ "parameters": 462816, "tokens": 3510044, "command": […], "started": "2026-01-31T12:00:00", "git": "6917c69", "versions": {…}}
 {"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3, "tokens_per_second": 21000.0, "seconds": 0.1}
 {"kind": "evaluation", "step": 100, "loss": 4.2}
 {"kind": "scales", "step": 101, "scales": {"query": 1.7, …}}
-{"kind": "resumed", "step": 200}
+{"kind": "resumed", "step": 200, "command": […], "started": …, "git": …, "versions": {…}}
+{"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan …"}
 {"kind": "end", "step": 1000, "loss": 3.1}
 """
 
@@ -16,9 +18,11 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import blockopt
 
@@ -34,31 +38,43 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, after: int | None = None) -> None:
-        self._file: TextIO | None = None
+        self._path, self._file = path, None
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if after is not None and path.exists():
-            lines = read_log(path) if after > 0 else []
-            kept = [line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"]
-            part = path.with_name(f".{path.name}.part")
-            with part.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if after is not None and path.exists():
+                lines = read_log(path) if after > 0 else []
+                kept = [line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"]
+                part = path.with_name(f".{path.name}.part")
+                with part.open("wb") as file:
+                    file.writelines(_encoded(line) for line in kept)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line; what a process has written stays when it is killed."""
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-            self._file.flush()
+            line = _encoded({"kind": kind, **values})
+            with self._explained():
+                while line:
+                    line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Force it to disk: before a checkpoint, so that no log is ever behind its checkpoint."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with self._explained():
+                os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"The log {self._path} could not be written ({error.strerror or error})"
+            raise OSError(error.errno, f"{what}. Checkpoints are as they were: make room, and --resume.") from error
 
     def __enter__(self) -> RunLog:
         return self
@@ -66,6 +82,10 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return (json.dumps(line) + "\n").encode()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

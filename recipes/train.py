@@ -3,7 +3,7 @@
     python recipes/train.py                                                  GPT-2 of 0.5M, standard library, BlockAdamW
     python recipes/train.py --optimizer adamw --lr 3e-3 --schedule linear    torch's AdamW
     python recipes/train.py --curvature newton                               a learning rate for every block
-    python recipes/train.py --model small --precision bf16 --compile --accumulate 8 --batch-size 64 --data openwebtext
+    python recipes/train.py --model small --tokenizer gpt2 --data corpus/ --precision bf16 --compile --accumulate 8
     python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr 1e-4
     python recipes/train.py --output results/train --resume                  go on after a kill: the same losses as without
 
@@ -13,69 +13,51 @@
     accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip NAME recipes/train.py
 
 `--batch-size` is that of a whole step, over all processes and micro-batches, so a run means the same on any number of them.
-Writes `log.jsonl` (one line a step, see `recipes/run_log.py`) and `checkpoints/` to the folder of the run.
+With `--curvature` it does so up to rounding on any number of micro-batches; each process measures the curvature of its own
+share of the batch and these are averaged, so block learning rates depend a little on the number of processes.
+Writes to the folder of the run: `log.jsonl` (a line a step, see `recipes/run_log.py`), `checkpoints/`, and at the end `model/`,
+for `from_pretrained` of transformers.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import blockopt
-from recipes.checkpoints import CheckpointError, Checkpoints, RunIsLockedError, load_checkpoint, run_lock
-from recipes.data import Batches, TokenData, load_from_arguments
+from recipes.checkpoints import Checkpoints
+from recipes.data import Batches, TokenData, load_data
+from recipes.export import export_model
 from recipes.models import build_model, context_of, token_loss
 from recipes.nonfinite import describe_nonfinite, nonfinite_blocks
-from recipes.optimizers import build_optimizer, take_step, unwrapped
+from recipes.optimizers import build_optimizer, take_step
+from recipes.processes import EXPECTED, OtherRankError, check_accelerator, leave, make_accelerator, together
+from recipes.run_folder import last_state, only_run_in, settings_of
 from recipes.run_log import RunLog, describe_run
 from recipes.schedules import schedule
 from recipes.train_arguments import parse
-from recipes.training_state import load_random_state, load_training_state, reshard, training_state
+from recipes.training_state import averaged_weights, load_random_state, load_training_state, reshard, training_state
 
-# What may differ between a run and its resumption; all else decides what it computes.
-FREE = ("output", "resume", "keep", "checkpoint_every", "eval_every", "eval_batches", "print_every", "track", "cache", "cpu")
-WHOLE_WEIGHTS = ("analytic", "hutchinson", "directional")  # curvatures that cannot be measured on shards
 Batch = tuple[Tensor, Tensor]
-
-
-def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
-    """Devices, precision and processes, as the flags and `accelerate launch` say."""
-    cpu = arguments.cpu or not torch.accelerator.is_available()
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision=arguments.precision,
-        gradient_accumulation_steps=arguments.accumulate,
-        dynamo_backend=arguments.compile,
-        log_with=arguments.track,
-        project_dir=arguments.output,
-    )
-    if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it does the same on CPUs.
-        for state in (PartialState(), accelerator.state):
-            state.distributed_type = DistributedType.FSDP
-        plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-        if accelerator.mixed_precision != "no":
-            plugin.set_mixed_precision(accelerator.mixed_precision)
-    if accelerator.is_fsdp2 and arguments.curvature in WHOLE_WEIGHTS:
-        raise SystemExit(f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2.")
-    return accelerator
+Evaluated = tuple[int, float] | None  # after which step, and the held-out loss
+DATA = ("vocab_size", "tokenizer", "cache", "validation_fraction", "max_tokens", "text_column", "streaming")
 
 
 @dataclass
@@ -119,12 +101,12 @@ class Run:
         return float(norm)
 
     def step(self, micro_batches: list[Batch], lr: float) -> None:
-        """Move the weights, and refresh the block learning rates if that is due."""
+        """Move the weights, and refresh the block learning rates if that is due, on the whole batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         take_step(self.optimizer, lambda: token_loss(self.plain, *micro_batches[-1]))
         if self.block_lr is not None:
-            self.block_lr.step(lambda: token_loss(self.model, *micro_batches[-1]))
+            self.block_lr.step([partial(token_loss, self.model, *micro_batch) for micro_batch in micro_batches])
         self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -144,41 +126,46 @@ class Run:
     def save(self, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
         """Write a checkpoint, on rank 0; if that fails, it fails on all."""
         content = about | training_state(self.accelerator, self.model, self.optimizer, self.block_lr)
-        failed: list[str | None] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                checkpoints.save(about["step"], content)
-            except CheckpointError as error:
-                failed = [str(error)]
-        if (message := broadcast_object_list(failed)[0]) is not None:
-            raise CheckpointError(message)
+        together(
+            self.accelerator, lambda: checkpoints.save(about["step"], content) if self.accelerator.is_main_process else None
+        )
 
 
-@contextmanager
-def averaged_weights(optimizer: Any) -> Iterator[None]:
-    """With an optimizer of schedulefree, put the average of the weights in their place for a while."""
-    inner = unwrapped(optimizer)
-    switches = callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None))
-    if switches:
-        inner.eval()
-    yield
-    if switches:
-        inner.train()
+def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[TokenData, Batches, Batches | None]:
+    """The data, their batches to train on, and those held out, if these are asked for.
+
+    Raises:
+        ValueError: If a part is too short for one sequence, or an option is wrong.
+        OSError: If there are no such data, or the hub cannot be reached.
+    """
+    data = load_data(arguments.data, **{name: getattr(arguments, name) for name in DATA})
+    context = context_of(arguments, data)
+    asked = {"train": arguments.batch_size, "validation": arguments.batch_size * arguments.eval_batches}
+    made: dict[str, Batches | None] = {"train": None, "validation": None}
+    for part, number in asked.items():
+        tokens = getattr(data, part)
+        if number == 0:
+            continue
+        if tokens.ndim == 1 and len(tokens) <= context:
+            raise ValueError(
+                f"The {part} part of {data.name} has {len(tokens):,} tokens, too few for one sequence of {context}. Lower "
+                "--context, or change --validation-fraction or --max-tokens."
+            )
+        seed = arguments.seed if part == "train" else 0
+        batches = made[part] = data.batches(part, batch_size=arguments.batch_size, context=context, seed=seed)
+        if number > batches.windows:
+            what = "a step" if part == "train" else "an evaluation"
+            say(f"The {part} part has {batches.windows:,} sequences, and {what} takes {number:,}: some more than once.")
+    assert made["train"] is not None
+    return data, made["train"], made["validation"]
 
 
 def make_run(arguments: argparse.Namespace, accelerator: Accelerator, data: TokenData, state: dict[str, Any] | None) -> Run:
     """Model, optimizer and BlockLR, fresh or as a checkpoint has them."""
     set_seed(arguments.seed)
-    model = build_model(arguments, data)
-    optimizer = build_optimizer(
-        arguments.optimizer,
-        model,
-        arguments.lr,
-        weight_decay=arguments.weight_decay,
-        betas=None if arguments.betas is None else tuple(arguments.betas),
-        momentum=arguments.momentum,
-        curvature=arguments.curvature,
-    )
+    model = together(accelerator, lambda: build_model(arguments, data))
+    options = {name: getattr(arguments, name) for name in ("weight_decay", "betas", "momentum", "curvature")}
+    optimizer = together(accelerator, lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options))
     model, optimizer = accelerator.prepare(model, optimizer)
     if state is not None:
         load_training_state(accelerator, model, optimizer, state)
@@ -195,57 +182,6 @@ def make_run(arguments: argparse.Namespace, accelerator: Accelerator, data: Toke
     return Run(accelerator, model, optimizer, block_lr, arguments.accumulate)
 
 
-def settings_of(arguments: argparse.Namespace, data: TokenData) -> dict[str, Any]:
-    """What decides the outcome of a run, as plain data."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    return {name: value for name, value in plain.items() if name not in FREE} | {"data_key": data.key}
-
-
-def last_state(checkpoints: Checkpoints, accelerator: Accelerator, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The last good checkpoint, chosen by rank 0 and read by all, or None.
-
-    Raises:
-        CheckpointError: If there is one that cannot be gone on from.
-    """
-    chosen: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            found = checkpoints.load_latest()
-            chosen = [None if found is None else found[0]]
-        except CheckpointError as error:
-            chosen = [str(error)]
-    (step,) = broadcast_object_list(chosen)
-    if step is None:
-        return None
-    if isinstance(step, str):
-        raise CheckpointError(step)
-    state = found[1] if accelerator.is_main_process else load_checkpoint(checkpoints.path(step))
-    saved = state["settings"]
-    changed = [name for name in settings if saved.get(name, settings[name]) != settings[name]]
-    if changed:
-        was = ", ".join(f"{name} {saved[name]!r}, now {settings[name]!r}" for name in changed)
-        raise CheckpointError(f"The run in {checkpoints.folder.parent} had {was}. Give the same, or another --output.")
-    return state
-
-
-@contextmanager
-def only_run_in(folder: Path, accelerator: Accelerator, resume: bool) -> Iterator[None]:
-    """Rank 0 holds the lock of the folder; all ranks end if it cannot."""
-    with ExitStack() as stack:
-        error: str | None = None
-        if accelerator.is_main_process:
-            try:
-                stack.enter_context(run_lock(folder))
-                if not resume and (folder / "log.jsonl").exists():
-                    error = f"There is a run in {folder}. Go on with it (--resume), or choose another --output."
-            except RunIsLockedError as locked:
-                error = str(locked)
-        (error,) = broadcast_object_list([error])
-        if error is not None:
-            raise CheckpointError(error)
-        yield
-
-
 def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
     """Train from start or from the last checkpoint to the end.
 
@@ -253,21 +189,25 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         CheckpointError: If the folder is taken, or a checkpoint cannot be read or written.
         FloatingPointError: If loss or gradients are not finite; the message says where, and what is left.
     """
+    together(accelerator, lambda: check_accelerator(accelerator, arguments))
     with only_run_in(arguments.output, accelerator, arguments.resume):
-        with accelerator.main_process_first():
-            data = load_from_arguments(arguments)
+        data, batches, held_out = together(accelerator, lambda: load_batches(arguments, accelerator.print))
         settings = settings_of(arguments, data)
         checkpoints = Checkpoints(arguments.output / "checkpoints", arguments.keep)
-        state = last_state(checkpoints, accelerator, settings)
+        state = last_state(checkpoints, accelerator, settings) if arguments.resume else None
         run = make_run(arguments, accelerator, data, state)
         start = 0 if state is None else state["step"]
+        numel = sum(p.numel() for p in run.model.parameters())
+        accelerator.print(
+            f"{numel:,} parameters, a vocabulary of {data.vocab_size:,}, {data.train.numel():,} tokens to train on"
+        )
         if start == arguments.steps:
-            accelerator.print(f"The run in {arguments.output} is finished: {start} steps.")
-        known = (0.0, math.nan) if state is None else (state["seconds"], state["evaluated"])
+            accelerator.print(f"The run in {arguments.output} is finished: {start} steps. To train its model on, give another")
+            accelerator.print(f"--output and --hf-checkpoint {arguments.output / 'model'}.")
+        known = (0.0, None) if state is None else (state["seconds"], state["evaluated"])
         path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
         with RunLog(path, after=start) as log, progress(arguments, accelerator, start) as show:
             if state is None:
-                numel = sum(p.numel() for p in run.model.parameters())
                 seeds = {"model": arguments.seed, "data": arguments.seed, "curvature": arguments.seed}
                 counts = {"processes": accelerator.num_processes, "parameters": numel, "tokens": data.train.numel()}
                 log.write("config", arguments=settings, seeds=seeds, **counts, **describe_run())
@@ -276,30 +216,28 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
             accelerator.init_trackers("train", config={k: v for k, v in settings.items() if isinstance(v, (int, float, str))})
             state = None  # its memory is needed
             steps = range(start, arguments.steps)
-            loss = take_steps(run, steps, known, arguments, settings, data, checkpoints, log, show)
-            log.write("end", step=arguments.steps, loss=None if math.isnan(loss) else loss)
-        accelerator.wait_for_everyone()
+            last = take_steps(run, steps, known, arguments, settings, batches, held_out, checkpoints, log, show)
+            log.write("end", step=arguments.steps, loss=None if last is None else last[1])
+        export_model(accelerator, run.model, run.optimizer, data.tokenizer, arguments.output / "model")
 
 
 def take_steps(
     run: Run,
     steps: range,
-    known: tuple[float, float],
+    known: tuple[float, Evaluated],
     arguments: argparse.Namespace,
     settings: dict[str, Any],
-    data: TokenData,
+    batches: Batches,
+    held_out: Batches | None,
     checkpoints: Checkpoints,
     log: RunLog,
-    show: Callable[[int, float, float, float, float], None],
-) -> float:
-    """The loop: a step, a line of the log, now and then an evaluation and a checkpoint. Returns the last held-out loss.
+    show: Callable[[int, float, float, float, Evaluated], None],
+) -> Evaluated:
+    """The loop: a step, a line of the log, now and then an evaluation and a checkpoint. Returns the last evaluation.
 
-    `known` has the seconds that were trained and the held-out loss so far.
+    `known` has the seconds that were trained and the last evaluation so far.
     """
     seconds, evaluated = known
-    context = context_of(arguments, data)
-    batches = data.batches("train", batch_size=arguments.batch_size, context=context, seed=arguments.seed)
-    held_out = data.batches("validation", batch_size=arguments.batch_size, context=context, seed=0)
     shape = {"warmup": arguments.warmup, "final": arguments.final, "decay": arguments.decay}
     for step in steps:
         done = step + 1
@@ -312,20 +250,21 @@ def take_steps(
             stop_nonfinite(run, done, loss, checkpoints, log)
         run.step(micro_batches, lr)
         taken = time.perf_counter() - begun
-        seconds, rate = seconds + taken, arguments.batch_size * context / taken
+        seconds, rate = seconds + taken, arguments.batch_size * batches.context / taken
         figures = {"gradient_norm": norm, "tokens_per_second": round(rate, 1), "seconds": round(seconds, 4)}
         log.write("step", step=done, loss=loss, lr=lr, **figures)
         if run.block_lr is not None and run.block_lr.history and run.block_lr.history[-1].step == done:
             log.write("scales", step=done, scales=run.block_lr.history[-1].scale)
-        if arguments.eval_batches and is_due(done, arguments.eval_every, arguments.steps):
-            evaluated = run.evaluate(held_out, arguments.eval_batches)
-            log.write("evaluation", step=done, loss=evaluated)
+        tracked = {"loss": loss, "lr": lr, "gradient_norm": norm}
+        if held_out is not None and is_due(done, arguments.eval_every, arguments.steps):
+            tracked["held_out"] = run.evaluate(held_out, arguments.eval_batches)
+            evaluated = (done, tracked["held_out"])
+            log.write("evaluation", step=done, loss=tracked["held_out"])
         if is_due(done, arguments.checkpoint_every, arguments.steps):
             if nonfinite_blocks(run.plain, gradients=False):  # never keep what cannot be gone on from
                 stop_nonfinite(run, done, None, checkpoints, log)
             log.sync()
             run.save(checkpoints, {"step": done, "seconds": seconds, "evaluated": evaluated, "settings": settings})
-        tracked = {"loss": loss, "lr": lr, "gradient_norm": norm} | ({} if math.isnan(evaluated) else {"held_out": evaluated})
         run.accelerator.log(tracked, step=done)
         show(done, loss, lr, rate, evaluated)
     return evaluated
@@ -338,9 +277,7 @@ def is_due(done: int, every: int, steps: int) -> bool:
 
 def stop_nonfinite(run: Run, step: int, loss: float | None, checkpoints: Checkpoints, log: RunLog) -> None:
     """Say which blocks are not finite and what can be gone on from."""
-    steps = checkpoints.steps()
-    last = f"{checkpoints.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
-    message = describe_nonfinite(run.plain, step, loss, last)
+    message = describe_nonfinite(run.plain, step, loss, checkpoints.describe_last())
     log.write("nonfinite", step=step, message=message)
     raise FloatingPointError(message)
 
@@ -348,16 +285,17 @@ def stop_nonfinite(run: Run, step: int, loss: float | None, checkpoints: Checkpo
 @contextmanager
 def progress(
     arguments: argparse.Namespace, accelerator: Accelerator, start: int
-) -> Iterator[Callable[[int, float, float, float, float], None]]:
+) -> Iterator[Callable[[int, float, float, float, Evaluated], None]]:
     """A bar with loss, learning rate and tokens a second on a terminal, now and then a line elsewhere."""
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
     columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=arguments.steps, completed=start, figures="")
 
-        def show(step: int, loss: float, lr: float, rate: float, evaluated: float) -> None:
+        def show(step: int, loss: float, lr: float, rate: float, evaluated: Evaluated) -> None:
             figures = f"loss {loss:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s"
-            figures += "" if math.isnan(evaluated) else f"  held out {evaluated:.4f}"
+            if evaluated is not None:
+                figures += f"  held out {evaluated[1]:.4f}" + ("" if evaluated[0] == step else f" (step {evaluated[0]})")
             bar.update(task, completed=step, figures=figures)
             if not console.is_terminal and (step % arguments.print_every == 0 or step in (start + 1, arguments.steps)):
                 console.print(f"step {step}/{arguments.steps}  {figures}", soft_wrap=True)
@@ -371,24 +309,23 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = make_accelerator(arguments)
     try:
         train(arguments, accelerator)
-    except (CheckpointError, FloatingPointError, ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        if accelerator.is_main_process:
+            last = Checkpoints(arguments.output / "checkpoints").describe_last()
+            print(f"stopped. The last checkpoint: {last}. The same command with --resume goes on.", file=sys.stderr, flush=True)
+        leave(accelerator, 130)
+        raise SystemExit(130) from None
+    except (*EXPECTED, OtherRankError) as error:
         if accelerator.is_main_process:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(3)  # or the launcher would end rank 0 before it has said why
-            print(f"error on rank {accelerator.process_index}: {error}", file=sys.stderr, flush=True)
+            if not isinstance(error, (OtherRankError, FloatingPointError)):  # these another rank has said
+                print(f"error on rank {accelerator.process_index}: {error}", file=sys.stderr, flush=True)
         leave(accelerator, 1)
         raise SystemExit(1) from error
     accelerator.end_training()
     leave(accelerator, 0)
-
-
-def leave(accelerator: Accelerator, code: int) -> None:
-    """End several processes on CPUs at once: a thread of gloo that outlives the statics of C++ can abort what is done."""
-    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":

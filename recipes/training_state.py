@@ -7,7 +7,8 @@ shards is gathered on rank 0, by parameter name. Either can go on with another n
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,18 +33,38 @@ def training_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, b
     if accelerator.is_fsdp2:
         reshard(model)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)
         moments = get_optimizer_state_dict(model, unwrapped(optimizer), options=options)
     else:
-        weights = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
         moments = unwrapped(optimizer).state_dict()
     return {
-        "model": weights,
+        "model": whole_weights(accelerator, model),
         "optimizer": moments,
         "sharded": accelerator.is_fsdp2,
         "block_lr": None if block_lr is None else block_lr.state_dict(),
         "random": gather_object([random_state()]),
     }
+
+
+def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    """The weights by name. All ranks must call it; under FSDP2 only rank 0 gets them."""
+    if accelerator.is_fsdp2:
+        reshard(model)
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return dict(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict())
+
+
+@contextmanager
+def averaged_weights(optimizer: Any) -> Iterator[None]:
+    """With an optimizer of schedulefree, put the average of the weights in their place for a while."""
+    inner = unwrapped(optimizer)
+    switches = callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None))
+    if switches:
+        inner.eval()
+    try:
+        yield
+    finally:
+        if switches:
+            inner.train()
 
 
 def load_training_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:

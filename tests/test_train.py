@@ -4,10 +4,12 @@ import doctest
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ from training import die, flags, forget, in_child, losses_of, read_log, run
 
 import blockopt
 from recipes import nonfinite, train
-from recipes.checkpoints import CheckpointError, Checkpoints, run_lock
+from recipes.checkpoints import CheckpointError, Checkpoints, RunIsLockedError, run_lock
 from recipes.gpt2 import GPT2, GPT2Config, to_huggingface
 from recipes.models import token_loss
 from recipes.nonfinite import nonfinite_blocks
 from recipes.optimizers import build_optimizer
+from recipes.run_log import RunLog
 from recipes.schedules import schedule
 from recipes.train_arguments import parse
 
@@ -49,7 +52,7 @@ def sized(arguments, *more):
 def test_the_losses_are_those_of_a_plain_loop(tmp_path, cache):
     """Written out without accelerate: same model, batches, schedule, clipping and steps."""
     log = run(flags(tmp_path, cache, "--steps", 6, "--schedule", "linear", "--warmup", 2, "--clip", 0.5, "--seed", 3))
-    data = train.load_from_arguments(parse(flags(tmp_path, cache)))
+    data, _, _ = train.load_batches(parse(flags(tmp_path, cache)), print)
     batches = data.batches("train", batch_size=8, context=5, seed=3)
     torch.manual_seed(3)
     model = GPT2(GPT2Config(data.vocab_size, 5, 16, 2, 2))
@@ -95,9 +98,15 @@ def test_the_log_says_what_was_run(tmp_path, cache):
     assert "query+key+value" in scales[3] or "query" in scales[3]
 
 
-def test_accumulation_changes_nothing_but_rounding(tmp_path, cache):
-    one, four = (run(flags(tmp_path / n, cache, "--steps", 5, "--accumulate", n)) for n in ("1", "4"))
+@pytest.mark.parametrize("options", [(), ("--curvature", "newton", "--curvature-every", 2)])
+def test_accumulation_changes_nothing_but_rounding(options, tmp_path, cache):
+    one, four = (run(flags(tmp_path / n, cache, "--steps", 8, "--accumulate", n, *options)) for n in ("1", "4"))
     assert list(losses_of(four).values()) == pytest.approx(list(losses_of(one).values()), abs=1e-5)
+    scales = [[line["scales"] for line in read_log(log) if line["kind"] == "scales"] for log in (one, four)]
+    assert len(scales[0]) == (4 if options else 0)
+    for a, b in zip(*scales, strict=True):
+        assert b == pytest.approx(a, rel=1e-3)
+        assert max(a.values()) > 1.1
 
 
 @pytest.mark.parametrize(
@@ -206,6 +215,7 @@ def test_not_a_number_stops_the_run_and_says_where(optimizer, tmp_path, cache, m
     lines = read_log(tmp_path / "log.jsonl")
     assert lines[-1]["kind"] == "nonfinite"
     assert lines[-1]["step"] == 6
+    assert "start in another --output with a lower --lr" in message
     monkeypatch.undo()
     resumed = run(flags(tmp_path, cache, "--steps", 9, "--checkpoint-every", 2, "--optimizer", optimizer, "--resume"))
     assert list(losses_of(resumed)) == list(range(1, 10))
@@ -284,11 +294,73 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, cache):
     assert losses_of(again) == whole
 
 
+def test_a_full_disk_under_the_log(tmp_path, cache, monkeypatch):
+    """The system refuses a line that is half written; the run says so, and goes on from it."""
+    write = RunLog.write
+
+    def full(self, kind, **values):
+        if values.get("step") != 5:
+            return write(self, kind, **values)
+        file = self._file
+        file.write(b'{"kind": "st')
+        self._file = SimpleNamespace(write=no_space, close=file.close)
+        return write(self, kind, **values)
+
+    def no_space(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunLog, "write", full)
+    arguments = flags(tmp_path, cache, "--steps", 8, "--checkpoint-every", 2)
+    with pytest.raises(OSError, match=r"log\.jsonl could not be written \(No space left.*make room, and --resume"):
+        run(arguments)
+    monkeypatch.undo()
+    assert losses_of(run([*arguments, "--resume"])) == losses_of(run(flags(tmp_path / "whole", cache, "--steps", 8)))
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path, cache, capsys, monkeypatch):
+    step = train.Run.step
+    count = iter(range(1, 99))
+
+    def interrupted(self, *arguments):
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        step(self, *arguments)
+
+    monkeypatch.setattr(train.Run, "step", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        train.main(flags(tmp_path, cache, "--steps", 8, "--checkpoint-every", 2))
+    forget()
+    assert caught.value.code == 130
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'checkpoints' / 'step-00000002.pt'}, of step 2" in error
+    assert "--resume" in error
+
+
+def test_too_short_a_part_is_named_before_the_run_begins(tmp_path, cache, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("1+2=3\n" * 80)
+    words = ("--data", text, "--tokenizer", "bytes", "--context", 64, "--steps", 2)
+    output = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"validation part of .* has \d+ tokens, too few for one sequence of 64.*--context"):
+        run(flags(output, cache, *words))
+    with pytest.raises(ValueError, match="train part of"):
+        run(flags(output, cache, *words, "--context", 900))
+    run(flags(output, cache, *words, "--eval-batches", 0))  # in the same folder, and without what is too short
+    out = capsys.readouterr().out
+    assert "The train part has 7 sequences, and a step takes 8: some more than once." in out
+    assert "validation" not in out
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path, cache):
-    run(flags(tmp_path, cache, "--steps", 2))
+    log = run(flags(tmp_path, cache, "--steps", 2))
     with pytest.raises(CheckpointError, match=r"There is a run in .*--resume"):
         run(flags(tmp_path, cache, "--steps", 2))
-    with run_lock(tmp_path), pytest.raises(CheckpointError, match=rf"Another run trains in .*process {os.getpid()}"):
+    log.unlink()  # its checkpoints are left, which no new run may take for its own
+    with pytest.raises(CheckpointError, match=r"There is a run in .*--resume"):
+        run(flags(tmp_path, cache, "--steps", 2))
+    with pytest.raises(CheckpointError, match=r"There are checkpoints in .*no log\.jsonl"):
+        run(flags(tmp_path, cache, "--steps", 2, "--resume"))
+    with run_lock(tmp_path), pytest.raises(RunIsLockedError, match=rf"Another run trains in .*process {os.getpid()}"):
         run(flags(tmp_path, cache, "--steps", 2, "--resume"))
 
 
@@ -313,56 +385,39 @@ def test_the_hub_out_of_reach(tmp_path, cache, capsys, monkeypatch):
         assert "error: 'nobody/nothing' is no folder or file here" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_the_same_settings_only(tmp_path, cache):
+def test_a_run_goes_on_with_the_same_settings_only(tmp_path, cache, monkeypatch):
     run(flags(tmp_path, cache, "--steps", 2))
     with pytest.raises(CheckpointError, match=r"had lr 0\.01, now 0\.02, steps 2, now 3"):
         run([*flags(tmp_path, cache, "--steps", 3, "--resume"), "--lr", "2e-2"])
+    with pytest.raises(CheckpointError, match=r"had precision 'no', now 'bf16'"):
+        run(flags(tmp_path, cache, "--steps", 2, "--resume", "--precision", "bf16"))
+    with pytest.raises(CheckpointError, match=r"had data 'addition:1', now 'addition:2' \(not the same tokens\)"):
+        run(flags(tmp_path, cache, "--steps", 2, "--resume", "--data", "addition:2"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(CheckpointError, match=r"had precision 'no', now 'bf16'"):
+        run(flags(tmp_path, cache, "--steps", 2, "--resume"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     run(flags(tmp_path, cache, "--steps", 2, "--resume", "--keep", 5, "--eval-every", 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--optimizer", "adam"), "Invalid optimizer 'adam'. Must be one of block-adamw"),
-        (("--optimizer", "torch_optimizer:Yogurt"), "torch-optimizer has"),
-        (("--steps", "0"), "Invalid --steps=0"),
-        (("--lr", "-1"), "Invalid --lr=-1"),
-        (("--lr", "nan"), "Invalid --lr=nan"),
-        (("--warmup", "1000"), "Invalid warmup=1000 of 1000"),
-        (("--batch-size", "10", "--accumulate", "4"), "multiple of 4"),
-        (("--betas", "0.9", "1.0"), "Invalid --betas"),
-        (("--schedule", "wsd", "--decay", "0"), "Invalid decay=0"),
-        (("--optimizer", "schedulefree", "--schedule", "cosine"), "Must be constant for schedulefree"),
-        (("--width", "33", "--heads", "2"), "Invalid width=33"),
-        (("--hf-config", "x", "--width", "32"), "--width is an option of our GPT-2"),
-        (("--hf-config", "x", "--hf-checkpoint", "y"), "not allowed with"),
-        (("--context", "0"), "Invalid --context=0"),
-        (("--curvature", "guess"), "invalid choice"),
-        (("--keep", "0"), "Invalid --keep=0"),
-        (("--clip", "-1"), "Invalid --clip=-1"),
-        (("--track", "guess"), "invalid choice"),
-    ],
-)
-def test_bad_flags_are_refused_early(options, message, capsys, monkeypatch):
-    monkeypatch.setattr(train, "load_from_arguments", None)  # nothing is loaded
-    with pytest.raises(SystemExit) as caught:
-        parse(list(options))
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_tracker_that_is_not_installed_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("recipes.train_arguments.get_available_trackers", lambda: [])
-    with pytest.raises(SystemExit):
-        parse(["--track", "tensorboard"])
-    assert "pip install tensorboard" in capsys.readouterr().err
+def test_the_same_file_by_another_name_is_the_same_data(tmp_path, cache, monkeypatch):
+    (tmp_path / "text.txt").write_text("1+2=3\n" * 500)
+    monkeypatch.chdir(tmp_path)
+    words = ("--tokenizer", "bytes", "--context", 8, "--steps", 2)
+    run(flags(tmp_path / "run", cache, *words, "--data", "text.txt"))
+    run(flags(tmp_path / "run", cache, *words, "--data", "./text.txt", "--resume"))
 
 
 def test_tensorboard(tmp_path, cache):
-    run(flags(tmp_path, cache, "--steps", 3, "--track", "tensorboard"))
-    events = list(tmp_path.rglob("events.out.tfevents*"))
-    assert events
-    assert sum(path.stat().st_size for path in events) > 200
+    """The figures, read back from its file, are those of the log."""
+    log = run(flags(tmp_path, cache, "--steps", 4, "--track", "tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
+    read.Reload()
+    for tag, kind, name in (("loss", "step", "loss"), ("lr", "step", "lr"), ("held_out", "evaluation", "loss")):
+        logged = {line["step"]: line[name] for line in read_log(log) if line["kind"] == kind}
+        assert {event.step: event.value for event in read.Scalars(tag)} == pytest.approx(logged, rel=1e-6)
 
 
 def test_the_context_of_examples(tmp_path, cache):
@@ -384,14 +439,18 @@ def test_the_script_on_text(tmp_path, cache):
         "--cache",
         str(cache),
     ]
-    command += ["--steps", "20", "--width", "16", "--depth", "1", "--heads", "2", "--context", "16", "--print-every", "10"]
-    command += ["--cpu", "--output"]
+    command += ["--steps", "20", "--width", "16", "--depth", "1", "--heads", "2", "--context", "16", "--print-every", "5"]
+    command += ["--eval-every", "8", "--cpu", "--output"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "step 10/20  loss" in done.stdout
     assert "tokens/s" in done.stdout
-    assert "held out" in done.stdout.splitlines()[-1]
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert re.search(r"step 20/20 .* held out \d\.\d+$", lines[-2])
+    assert lines[-1] == f"The model is in {tmp_path / 'run' / 'model'}."
+    assert re.search(r"step 10/20 .* held out \d\.\d+ \(step 8\)$", done.stdout, re.MULTILINE)  # not of this step
     losses = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert losses[1]["loss"] == pytest.approx(math.log(256), abs=0.2)
     assert losses[-1]["loss"] < losses[1]["loss"] - 0.3

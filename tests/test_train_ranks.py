@@ -1,17 +1,33 @@
 """Two processes give the losses of one with the same global batch, replicated (DDP) and sharded (FSDP2), and resume exactly."""
 
+import json
 import math
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from test_sharded import run as run_on_two
 from torch.distributed.tensor import DTensor
 from training import OURS, flags, losses_of, read_log, run
+from transformers import AutoModelForCausalLM
 
 from recipes import train
 from recipes.checkpoints import CheckpointError, Checkpoints
+from recipes.gpt2 import from_huggingface
+from recipes.processes import OtherRankError
+from recipes.train_arguments import parse
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 STEPS = 4
 KINDS = ("ddp", "fsdp2")
@@ -29,7 +45,7 @@ def options(folder, name, cache, *more):
 
 
 def stopped_before(step, arguments):
-    """Stop all ranks alike in the middle of a run; a kill of one process on its own is tested without ranks."""
+    """Stop all ranks alike in the middle of a run."""
     with pytest.MonkeyPatch.context() as patch:
         whole = train.schedule
 
@@ -56,14 +72,56 @@ def of_both_kinds(rank, folder, cache):
             stopped_before(3, again)
             run([*again, "--resume"], partial=False)
         ends_alike(rank, folder / kind, cache, kind)
+        if kind == "ddp":
+            run(many_steps(folder / "killed", cache, "--resume"), partial=False)
+            run(many_steps(folder / "not-killed", cache), partial=False)
+
+
+def many_steps(output, cache, *more):
+    return flags(output, cache, "--steps", 40, "--checkpoint-every", 5, *BLOCK_LR, *more)
+
+
+def kill_the_first_of_two(folder, cache):
+    """Start two processes as the README says, and kill rank 0 in the middle of the run; the launcher ends the other."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS[0], "--main_process_port", "0"]
+    command += [ROOT / "recipes" / "train.py", *many_steps(folder / "killed", cache)]
+    log, holder = folder / "killed" / "log.jsonl", folder / "killed" / "run.holder"
+    with (folder / "output.txt").open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=output)
+        deadline = time.monotonic() + 200
+        while not (log.exists() and len(log.read_bytes().splitlines()) >= 20):
+            assert process.poll() is None, (folder / "output.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(json.loads(holder.read_text())["pid"], signal.SIGKILL)
+        assert process.wait(timeout=100) != 0
+    assert 20 <= len(log.read_bytes().splitlines()) < 40
 
 
 def ends_alike(rank, folder, cache, kind):
     """What stops rank 0 stops both; what is broken on one is told on both."""
-    with pytest.raises(CheckpointError, match="There is a run"):
+
+    def raises(error, match):
+        """The first rank that fails says why, the other that the first has."""
+        return pytest.raises(error if rank == 0 else OtherRankError, match=match)
+
+    with raises(CheckpointError, match="There is a run"):
         run(options(folder, "block-sgd", cache), partial=False)
-    with pytest.raises(CheckpointError, match=r"had lr 0\.01, now 0\.5"):
+    with raises(CheckpointError, match=r"had lr 0\.01, now 0\.5"):
         run([*options(folder, "block-sgd", cache, "--resume"), "--lr", "0.5"], partial=False)
+    with raises(FileNotFoundError, match=r"missing\.txt"):
+        run(options(folder / "missing", "block-sgd", cache, "--data", "missing.txt"), partial=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(train, "build_model", lambda *_: int("one"))
+        with pytest.raises(OtherRankError if rank == 0 else ValueError, match="invalid literal"):
+            run(options(folder / "one", "block-sgd", cache), partial=False)
+    if kind == "fsdp2":
+        for more in (("--optimizer", "soap"), ("--optimizer", "sophia"), ("--curvature", "hutchinson")):
+            with raises(ValueError, match=f"{more[1]} needs whole weights"):
+                run(options(folder / "shards", "block-adamw", cache, *more), partial=False)
+        assert not (folder / "shards").exists()
     with pytest.MonkeyPatch.context() as patch:
         backward = train.Run.backward
 
@@ -84,7 +142,7 @@ def ends_alike(rank, folder, cache, kind):
         patch.undo()
         if rank == 0:
             patch.setattr(Checkpoints, "save", no_room)
-        with pytest.raises(CheckpointError, match="no room"):
+        with raises(CheckpointError, match="no room"):
             run(options(folder / "full", "block-adamw", cache), partial=False)
 
 
@@ -101,6 +159,7 @@ def folder(tmp_path_factory):
     for name in OURS:  # on one process, which also fills the cache
         run(options(folder / "one", name, folder / "cache"))
     torch.set_num_threads(threads)
+    kill_the_first_of_two(folder, folder / "cache")
     assert not dist.is_initialized()
     run_on_two(of_both_kinds, folder, folder / "cache")
     return folder
@@ -133,6 +192,43 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(folder, kind):
         assert kinds.count("resumed") == 1
 
 
+def test_killed_on_one_rank(folder):
+    """The one with the log, by a signal; gone on with, the losses and scales are those of a run that was not killed."""
+    for kind in ("step", "scales", "evaluation", "end"):
+        lines = [
+            [line for line in read_log(folder / name / "log.jsonl") if line["kind"] == kind]
+            for name in ("killed", "not-killed")
+        ]
+        for line in lines[0] + lines[1]:
+            line.pop("seconds", None), line.pop("tokens_per_second", None)
+        assert lines[0] == lines[1]
+    assert [line["step"] for line in read_log(folder / "killed" / "log.jsonl") if line["kind"] == "resumed"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_files_for_accelerate_are_what_they_say(path):
+    """Read as accelerate reads them, which refuses names that it does not know; one of them has started the killed run."""
+    content = yaml.safe_load(path.read_text())
+    config = load_config_from_file(str(path))
+    for name in content:
+        assert hasattr(config, name)
+    assert config.num_processes >= 2
+    assert config.mixed_precision == ("no" if path.stem == "cpu_2proc" else "bf16")
+    assert config.distributed_type.value == ("FSDP" if "fsdp" in path.stem else "MULTI_GPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", config.mixed_precision)
+        patch.setenv("WORLD_SIZE", str(config.num_processes))
+        assert parse([]).precision == config.mixed_precision
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exported_model_has_the_weights_of_the_checkpoint(folder, kind):
+    weights = torch.load(folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True)["model"]
+    model = from_huggingface(AutoModelForCausalLM.from_pretrained(folder / kind / "block-adamw" / "model")).state_dict()
+    assert model.keys() == weights.keys()
+    assert all(torch.equal(model[name], value) for name, value in weights.items())
+
+
 def test_a_sharded_checkpoint_has_whole_weights(folder):
     whole, sharded = (
         torch.load(folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True) for kind in KINDS
@@ -144,23 +240,18 @@ def test_a_sharded_checkpoint_has_whole_weights(folder):
     assert len(sharded["random"]) == 2
 
 
-def without_the_last(folder, kind):
-    path = folder / f"{kind}-resumed" / "block-adamw" / "checkpoints" / "step-00000004.pt"
-    path.unlink()
-    return options(folder / f"{kind}-resumed", "block-adamw", folder / "cache", "--resume")
+def without_the_last(folder, kind, copy):
+    """A copy of a run, without its last checkpoint."""
+    shutil.copytree(folder / f"{kind}-resumed" / "block-adamw", copy / "block-adamw")
+    (copy / "block-adamw" / "checkpoints" / "step-00000004.pt").unlink()
+    return options(copy, "block-adamw", folder / "cache", "--resume")
 
 
-def test_a_replicated_run_goes_on_with_one_process(folder):
-    log = run(without_the_last(folder, "ddp"))
+def test_a_replicated_run_goes_on_with_one_process(folder, tmp_path):
+    log = run(without_the_last(folder, "ddp", tmp_path))
     assert list(losses_of(log).values()) == pytest.approx(losses(folder, "one", "block-adamw"), abs=1e-4)
 
 
-def test_a_sharded_run_does_not_go_on_without_shards(folder):
+def test_a_sharded_run_does_not_go_on_without_shards(folder, tmp_path):
     with pytest.raises(ValueError, match="with FSDP2, and this one has whole weights"):
-        run(without_the_last(folder, "fsdp2"))
-
-
-def test_curvature_that_shards_lack_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.Accelerator, "is_fsdp2", True)
-    with pytest.raises(SystemExit, match="hutchinson needs whole weights"):
-        run(flags(tmp_path, tmp_path, "--curvature", "hutchinson"))
+        run(without_the_last(folder, "fsdp2", tmp_path))

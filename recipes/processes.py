@@ -1,0 +1,88 @@
+"""The processes of a run: what `accelerate launch` and the flags make of them, and that they go on or end alike."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import gather_object
+
+from recipes.checkpoints import CheckpointError, RunIsLockedError
+
+Result = TypeVar("Result")
+EXPECTED = (CheckpointError, RunIsLockedError, FloatingPointError, ValueError, OSError, ImportError)  # said without a traceback
+WHOLE_CURVATURES = ("analytic", "hutchinson", "directional")  # cannot be measured on shards
+WHOLE_OPTIMIZERS = ("soap", "sophia")  # cannot step on shards
+
+
+class OtherRankError(RuntimeError):
+    """What another rank has run into, and says."""
+
+
+def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
+    """Devices, precision and processes, as the flags and `accelerate launch` say."""
+    cpu = arguments.cpu or not torch.accelerator.is_available()
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision=arguments.precision,
+        gradient_accumulation_steps=arguments.accumulate,
+        dynamo_backend=arguments.compile or "no",
+        log_with=arguments.track,
+        project_dir=arguments.output,
+    )
+    if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it does the same on CPUs.
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
+        plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+    return accelerator
+
+
+def check_accelerator(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
+    """Look at what accelerate made of the flags.
+
+    Raises:
+        ValueError: If that is not what they ask for, or sharding does not go with them.
+    """
+    made = (accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
+    if made != (arguments.precision, arguments.accumulate):
+        asked = f"--precision {arguments.precision} --accumulate {arguments.accumulate}"
+        raise ValueError(f"accelerate is configured for precision {made[0]} and {made[1]} micro-batches, not for {asked}.")
+    if accelerator.is_fsdp2 and arguments.curvature in WHOLE_CURVATURES:
+        raise ValueError(f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2.")
+    if accelerator.is_fsdp2 and arguments.optimizer in WHOLE_OPTIMIZERS:
+        raise ValueError(f"--optimizer {arguments.optimizer} needs whole weights. Train with DDP, or take another under FSDP2.")
+
+
+def together(accelerator: Accelerator, task: Callable[[], Result]) -> Result:
+    """Do something on all ranks, without a word between them until all are done; where one fails, all do.
+
+    The first rank that fails raises its error, the others an `OtherRankError` with the same words.
+    """
+    error: Exception | None = None
+    try:
+        result = task()
+    except EXPECTED as caught:
+        error = caught
+    told = gather_object([None if error is None else str(error)])
+    failed = [rank for rank, message in enumerate(told) if message is not None]
+    if not failed:
+        return result
+    if error is not None and failed[0] == accelerator.process_index:
+        raise error
+    raise OtherRankError(told[failed[0]])
+
+
+def leave(accelerator: Accelerator, code: int) -> None:
+    """End several processes on CPUs at once: a thread of gloo that outlives the statics of C++ can abort what is done."""
+    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
