@@ -158,6 +158,7 @@ OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
 OTHERS = ("sgd", "adamw", "adamw-groups", "adamw-ratios", "adam-mini", "muon", "soap")
 CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
 CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
+BEST = ("adamw", "muon", "block-adamw+newton", "block-muon")
 DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 
 
@@ -171,7 +172,7 @@ def presets() -> dict[str, tuple[Study, ...]]:
     """The studies of each preset. Later ones start tuning at the best of the one before."""
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
-    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=150, batch_size=4, budget=3, seeds=4)
+    confirmed = _study("3M", BEST, MODELS["3M"], steps=300, batch_size=4, budget=3, seeds=4)
     larger = _study("30M", CONFIRMED, GPT2Config(8192, 512, 512, 8, 8), steps=8000, batch_size=32, budget=6, seeds=5)
     return {
         "demo": (
