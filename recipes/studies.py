@@ -165,6 +165,7 @@ OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
 OTHERS = ("sgd", "adamw", "adamw-groups", "adamw-ratios", "adam-mini", "muon", "soap")
 CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
 CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
+BEST = ("adamw", "muon", "block-adamw+newton", "block-muon")
 DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 
 
@@ -191,7 +192,7 @@ def presets() -> dict[str, tuple[Study, ...]]:
     """The studies of each preset. Later ones start tuning at the best of the one before."""
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
-    confirmed = _study("3M", CONFIRMED, MODELS["3M"], steps=150, batch_size=4, budget=3, seeds=4)
+    confirmed = _study("3M", BEST, MODELS["3M"], steps=300, batch_size=4, budget=3, seeds=4)
     middle = _study("10M", ARMS, MODELS["10M"], steps=4000, batch_size=32, budget=20, seeds=8, source=LARGE)
     model = GPT2Config(vocab_size=8192, context=512, width=512, depth=8, heads=8)
     larger = _study("30M", CONFIRMED, model, steps=8000, batch_size=32, budget=6, seeds=5, source=LARGE)
