@@ -10,7 +10,6 @@ checkpoints or the old ones and the new one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-CHUNK = 1 << 20
+from recipes.files import sha256, write_whole
 
 
 class CheckpointError(RuntimeError):
@@ -84,7 +83,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             # First the checksum: where the checkpoint is, so is its checksum, whenever the process ends.
-            _write_whole(_checksum_path(path), f"{_sha256(part)}  {path.name}\n")
+            write_whole(_checksum_path(path), f"{sha256(part)}  {path.name}\n")
             part.replace(path)
             _sync_folder(self.folder)
         except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of some errors of the disk
@@ -137,7 +136,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         expected = _checksum_path(path).read_text(encoding="ascii").split()[0]
-        found = _sha256(path)
+        found = sha256(path)
         if found != expected:
             size = path.stat().st_size
             raise CheckpointError(f"The checkpoint {path} ({size:,} bytes) is cut off or damaged: its checksum is wrong.")
@@ -163,7 +162,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         ) from None
     try:
         about = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        _write_whole(holder, json.dumps(about))
+        write_whole(holder, json.dumps(about))
         yield
     finally:
         holder.unlink(missing_ok=True)
@@ -180,24 +179,6 @@ def _holder(path: Path) -> str:
 
 def _checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there as a whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -40,7 +40,11 @@ PACKAGES = {
     "torch_optimizer": ("torch_optimizer", "torch-optimizer"),
 }
 BETAS = {"soap": (0.95, 0.95), "sophia": (0.96, 0.99)}  # as their papers have them; (0.9, 0.95) for all others
-NOT_BY_NAME = {"Lookahead": "wraps another optimizer", "Adahessian": "needs a graph of the gradient in each step"}
+NOT_BY_NAME = {
+    "Lookahead": "wraps another optimizer",
+    "Adahessian": "needs a graph of the gradient in each step",
+    "Apollo": "cannot go on from a checkpoint",
+}
 
 
 def check_optimizer(name: str) -> None:
@@ -56,7 +60,7 @@ def check_optimizer(name: str) -> None:
     if package in PACKAGES:
         module = _module(package, name)
         if chosen in NOT_BY_NAME:
-            raise ValueError(f"Invalid optimizer {name!r}: it {NOT_BY_NAME[chosen]}, so a name does not make one.")
+            raise ValueError(f"Invalid optimizer {name!r}: it {NOT_BY_NAME[chosen]}. Take another.")
         if chosen and not _is_optimizer(getattr(module, chosen, None)):
             known = sorted(n for n, c in vars(module).items() if _is_optimizer(c) and n not in NOT_BY_NAME)
             raise ValueError(f"Invalid optimizer {name!r}. torch-optimizer has {', '.join(known)}.")

@@ -140,24 +140,16 @@ def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> t
     """
     data = load_data(arguments.data, **{name: getattr(arguments, name) for name in DATA})
     context = context_of(arguments, data)
-    asked = {"train": arguments.batch_size, "validation": arguments.batch_size * arguments.eval_batches}
-    made: dict[str, Batches | None] = {"train": None, "validation": None}
-    for part, number in asked.items():
-        tokens = getattr(data, part)
-        if number == 0:
-            continue
-        if tokens.ndim == 1 and len(tokens) <= context:
-            raise ValueError(
-                f"The {part} part of {data.name} has {len(tokens):,} tokens, too few for one sequence of {context}. Lower "
-                "--context, or change --validation-fraction or --max-tokens."
-            )
-        seed = arguments.seed if part == "train" else 0
-        batches = made[part] = data.batches(part, batch_size=arguments.batch_size, context=context, seed=seed)
-        if number > batches.windows:
-            what = "a step" if part == "train" else "an evaluation"
-            say(f"The {part} part has {batches.windows:,} sequences, and {what} takes {number:,}: some more than once.")
-    assert made["train"] is not None
-    return data, made["train"], made["validation"]
+    size = {"batch_size": arguments.batch_size, "context": context}
+    batches, held_out = data.batches("train", seed=arguments.seed, **size), None
+    if batches.windows < arguments.batch_size:
+        say(f"There are {batches.windows:,} sequences to train on, and a step takes {arguments.batch_size:,}: some again.")
+    if arguments.eval_batches:
+        held_out = data.batches("validation", seed=0, **size)
+        evaluated = arguments.eval_batches * arguments.batch_size
+        if held_out.windows < evaluated:
+            say(f"There are {held_out.windows:,} held-out sequences, and an evaluation takes {evaluated:,}: some again.")
+    return data, batches, held_out
 
 
 def make_run(arguments: argparse.Namespace, accelerator: Accelerator, data: TokenData, state: dict[str, Any] | None) -> Run:

@@ -71,14 +71,18 @@ def test_each_trains_and_resumes(name):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_each_of_torch_optimizer_trains(name):
-    model = tiny_gpt()
+def test_each_of_torch_optimizer_trains_and_resumes(name):
+    model, other = tiny_gpt(), GPT2(TINY)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it calls torch in ways that torch deprecates
         optimizer = build_optimizer(f"torch_optimizer:{name}", model, 1e-2, weight_decay=0.3)
         assert type(optimizer).__name__ == name
         assert_covered_once(model, optimizer, 0.3)
         losses = train(model, optimizer)
+        other.load_state_dict(model.state_dict())
+        resumed = build_optimizer(f"torch_optimizer:{name}", other, 1e-2, weight_decay=0.3)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert train(other, resumed, steps=2) == pytest.approx(train(model, optimizer, steps=2), rel=1e-5)
     assert losses[-1] < losses[0]
 
 
@@ -208,6 +212,7 @@ def test_a_missing_package_is_named(name, package, monkeypatch):
         ("torch_optimizer:Yogurt", "torch-optimizer has .*Yogi"),
         ("torch_optimizer:Lookahead", "wraps another"),
         ("torch_optimizer:Adahessian", "graph"),
+        ("torch_optimizer:Apollo", "checkpoint"),
     ],
 )
 def test_unknown_names_are_refused(name, message):
