@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from pathlib import Path
+from typing import NoReturn
 
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DynamoBackend, LoggerType
@@ -65,6 +67,8 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
 def parse(argv: list[str] | None = None, about: str | None = None) -> argparse.Namespace:
     """The flags; those that are wrong, or do nothing with the others, end the program with code 2."""
     parser = make_parser(about)
+    if os.environ.get("RANK", "0") != "0":
+        parser.error = wait_and_leave  # type: ignore[method-assign]
     arguments = parser.parse_args(argv)
     given = given_flags(parser, argv)
     try:
@@ -77,6 +81,12 @@ def parse(argv: list[str] | None = None, about: str | None = None) -> argparse.N
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     return arguments
+
+
+def wait_and_leave(message: str) -> NoReturn:
+    """Instead of saying what rank 0 says; it needs a moment for it, as the launcher ends all ranks with the first."""
+    time.sleep(3)
+    raise SystemExit(2)
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:

@@ -65,6 +65,19 @@ def test_a_tracker_that_is_not_installed_is_named(capsys, monkeypatch):
     assert "pip install tensorboard" in capsys.readouterr().err
 
 
+def test_one_rank_says_what_is_wrong(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr("recipes.train_arguments.time.sleep", waited.append)
+    for rank, said in (("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        for flags in (["--steps", "0"], ["--steps", "many"]):
+            with pytest.raises(SystemExit) as caught:
+                parse(flags)
+            assert caught.value.code == 2
+            assert bool(capsys.readouterr().err) == said
+    assert waited == [3, 3]
+
+
 def test_flags_that_do_something_are_taken():
     parse(["--optimizer", "block-muon", "--momentum", "0.9", "--betas", "0.9", "0.99", "--schedule", "wsd", "--decay", "0.1"])
     parse(["--curvature", "newton", "--curvature-every", "10", "--curvature-by", "head", "--vocab-size", "300"])
