@@ -17,7 +17,12 @@ from recipes.checkpoints import CheckpointError, RunIsLockedError
 Result = TypeVar("Result")
 EXPECTED = (CheckpointError, RunIsLockedError, FloatingPointError, ValueError, OSError, ImportError)  # said without a traceback
 WHOLE_CURVATURES = ("analytic", "hutchinson", "directional")  # cannot be measured on shards
-WHOLE_OPTIMIZERS = ("soap", "sophia")  # cannot step on shards
+# What cannot step on shards, or (schedulefree) not be saved: found by trying all of them under FSDP2.
+WHOLE_OPTIMIZERS = ("soap", "sophia", "schedulefree")
+WHOLE_OPTIMIZERS += tuple(
+    f"torch_optimizer:{name}"
+    for name in ["A2GradExp", "A2GradInc", "A2GradUni", "Adafactor", "AdamP", "MADGRAD", "NovoGrad", "SGDP", "SWATS", "Shampoo"]
+)
 
 
 class OtherRankError(RuntimeError):

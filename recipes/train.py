@@ -13,8 +13,8 @@
     accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip NAME recipes/train.py
 
 `--batch-size` is that of a whole step, over all processes and micro-batches, so a run means the same on any number of them.
-With `--curvature` it does so up to rounding on any number of micro-batches; each process measures the curvature of its own
-share of the batch and these are averaged, so block learning rates depend a little on the number of processes.
+With `--curvature` block learning rates depend a little on the number of processes: each measures the curvature of its share of
+the batch, and these are averaged. They do not depend on micro-batches, but where samples are drawn, which are then others.
 Writes to the folder of the run: `log.jsonl` (a line a step, see `recipes/run_log.py`), `checkpoints/`, and at the end `model/`,
 for `from_pretrained` of transformers.
 """
@@ -101,7 +101,10 @@ class Run:
         return float(norm)
 
     def step(self, micro_batches: list[Batch], lr: float) -> None:
-        """Move the weights, and refresh the block learning rates if that is due, on the whole batch."""
+        """Move the weights, and refresh the block learning rates if that is due, on the whole batch.
+
+        Sophia looks at the last micro-batch alone.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         take_step(self.optimizer, lambda: token_loss(self.plain, *micro_batches[-1]))

@@ -118,7 +118,7 @@ def ends_alike(rank, folder, cache, kind):
         with pytest.raises(OtherRankError if rank == 0 else ValueError, match="invalid literal"):
             run(options(folder / "one", "block-sgd", cache), partial=False)
     if kind == "fsdp2":
-        for more in (("--optimizer", "soap"), ("--optimizer", "sophia"), ("--curvature", "hutchinson")):
+        for more in (("--optimizer", "soap"), ("--optimizer", "torch_optimizer:Shampoo"), ("--curvature", "hutchinson")):
             with raises(ValueError, match=f"{more[1]} needs whole weights"):
                 run(options(folder / "shards", "block-adamw", cache, *more), partial=False)
         assert not (folder / "shards").exists()
