@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,12 +32,15 @@ def export_model(accelerator: Accelerator, model: nn.Module, optimizer: Any, tok
         CheckpointError: If it could not be written.
     """
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if importlib.util.find_spec("transformers") is None:
+        accelerator.print(f"The weights are in the checkpoints only: {folder} is written where transformers is installed.")
+        return
     if isinstance(plain, GPT2) and (plain.config.norm, plain.config.attention) != ("pre", "softmax"):
         accelerator.print(f"transformers has no such GPT-2: the weights are in the checkpoints only, not in {folder}.")
         return
     with averaged_weights(optimizer):
         weights = whole_weights(accelerator, model)
-        together(accelerator, lambda: _write(plain, weights, tokenizer, folder) if accelerator.is_main_process else None)
+        together(lambda: _write(plain, weights, tokenizer, folder) if accelerator.is_main_process else None)
     accelerator.print(f"The model is in {folder}.")
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from recipes.checkpoints import CheckpointError, RunIsLockedError
 
@@ -66,7 +66,7 @@ def check_accelerator(accelerator: Accelerator, arguments: argparse.Namespace) -
         raise ValueError(f"--optimizer {arguments.optimizer} needs whole weights. Train with DDP, or take another under FSDP2.")
 
 
-def together(accelerator: Accelerator, task: Callable[[], Result]) -> Result:
+def together(task: Callable[[], Result]) -> Result:
     """Do something on all ranks, without a word between them until all are done; where one fails, all do.
 
     The first rank that fails raises its error, the others an `OtherRankError` with the same words.
@@ -80,9 +80,16 @@ def together(accelerator: Accelerator, task: Callable[[], Result]) -> Result:
     failed = [rank for rank, message in enumerate(told) if message is not None]
     if not failed:
         return result
-    if error is not None and failed[0] == accelerator.process_index:
+    if error is not None and failed[0] == PartialState().process_index:
         raise error
     raise OtherRankError(told[failed[0]])
+
+
+def by_rank_0(task: Callable[[], Result]) -> Result:
+    """Do something on rank 0 alone, and have its result, which must be plain data, on all ranks; where it fails, all do."""
+    result = together(lambda: task() if PartialState().is_main_process else None)
+    (result,) = broadcast_object_list([result])
+    return result  # type: ignore[return-value]
 
 
 def leave(accelerator: Accelerator, code: int) -> None:

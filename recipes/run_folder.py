@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 
 from recipes.checkpoints import CheckpointError, Checkpoints, load_checkpoint, run_lock
 from recipes.data import TokenData
-from recipes.processes import together
+from recipes.processes import by_rank_0, together
 
 # What may differ between a run and its resumption; all else decides what it computes.
 FREE = ("output", "resume", "keep", "checkpoint_every", "eval_every", "eval_batches", "print_every", "track", "cache", "cpu")
@@ -22,16 +22,15 @@ FREE += ("data", "tokenizer", "vocab_size", "max_tokens", "validation_fraction",
 
 
 @contextmanager
-def only_run_in(folder: Path, accelerator: Accelerator, resume: bool) -> Iterator[None]:
-    """Rank 0 holds the lock of the folder; all ranks end if it cannot."""
+def only_run_in(folder: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Rank 0 holds the lock of the folder, and checks what is in it; if it raises, all ranks do."""
     with ExitStack() as stack:
 
         def enter() -> None:
-            if accelerator.is_main_process:
-                stack.enter_context(run_lock(folder))
-                check_folder(folder, resume)
+            stack.enter_context(run_lock(folder))
+            check()
 
-        together(accelerator, enter)
+        by_rank_0(enter)
         yield
 
 
@@ -60,7 +59,7 @@ def last_state(checkpoints: Checkpoints, accelerator: Accelerator, settings: dic
     Raises:
         CheckpointError: If there is one that cannot be gone on from.
     """
-    found = together(accelerator, lambda: checkpoints.load_latest() if accelerator.is_main_process else None)
+    found = together(lambda: checkpoints.load_latest() if accelerator.is_main_process else None)
     (step,) = broadcast_object_list([None if found is None else found[0]])
     if step is None:
         return None
@@ -70,7 +69,7 @@ def last_state(checkpoints: Checkpoints, accelerator: Accelerator, settings: dic
         check_settings(state["settings"], settings, checkpoints.folder.parent)
         return state
 
-    return together(accelerator, read)
+    return together(read)
 
 
 def check_settings(saved: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:

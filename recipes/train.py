@@ -49,7 +49,7 @@ from recipes.models import build_model, context_of, token_loss
 from recipes.nonfinite import describe_nonfinite, nonfinite_blocks
 from recipes.optimizers import build_optimizer, take_step
 from recipes.processes import EXPECTED, OtherRankError, check_accelerator, leave, make_accelerator, together
-from recipes.run_folder import last_state, only_run_in, settings_of
+from recipes.run_folder import check_folder, last_state, only_run_in, settings_of
 from recipes.run_log import RunLog, describe_run
 from recipes.schedules import schedule
 from recipes.train_arguments import parse
@@ -129,9 +129,7 @@ class Run:
     def save(self, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
         """Write a checkpoint, on rank 0; if that fails, it fails on all."""
         content = about | training_state(self.accelerator, self.model, self.optimizer, self.block_lr)
-        together(
-            self.accelerator, lambda: checkpoints.save(about["step"], content) if self.accelerator.is_main_process else None
-        )
+        together(lambda: checkpoints.save(about["step"], content) if self.accelerator.is_main_process else None)
 
 
 def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[TokenData, Batches, Batches | None]:
@@ -158,9 +156,9 @@ def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> t
 def make_run(arguments: argparse.Namespace, accelerator: Accelerator, data: TokenData, state: dict[str, Any] | None) -> Run:
     """Model, optimizer and BlockLR, fresh or as a checkpoint has them."""
     set_seed(arguments.seed)
-    model = together(accelerator, lambda: build_model(arguments, data))
+    model = together(lambda: build_model(arguments, data))
     options = {name: getattr(arguments, name) for name in ("weight_decay", "betas", "momentum", "curvature")}
-    optimizer = together(accelerator, lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options))
+    optimizer = together(lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options))
     model, optimizer = accelerator.prepare(model, optimizer)
     if state is not None:
         load_training_state(accelerator, model, optimizer, state)
@@ -184,9 +182,9 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         CheckpointError: If the folder is taken, or a checkpoint cannot be read or written.
         FloatingPointError: If loss or gradients are not finite; the message says where, and what is left.
     """
-    together(accelerator, lambda: check_accelerator(accelerator, arguments))
-    with only_run_in(arguments.output, accelerator, arguments.resume):
-        data, batches, held_out = together(accelerator, lambda: load_batches(arguments, accelerator.print))
+    together(lambda: check_accelerator(accelerator, arguments))
+    with only_run_in(arguments.output, lambda: check_folder(arguments.output, arguments.resume)):
+        data, batches, held_out = together(lambda: load_batches(arguments, accelerator.print))
         settings = settings_of(arguments, data)
         checkpoints = Checkpoints(arguments.output / "checkpoints", arguments.keep)
         state = last_state(checkpoints, accelerator, settings) if arguments.resume else None

@@ -18,7 +18,6 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -30,15 +29,14 @@ from transformers import Trainer, TrainingArguments, set_seed
 import blockopt
 from blockopt.huggingface import BlockLRCallback
 from recipes.addition import IGNORED
-from recipes.checkpoints import CheckpointError
 from recipes.data import TokenData, add_data_arguments, load_from_arguments
 from recipes.gpt2 import GPT2, to_huggingface
 from recipes.models import add_model_arguments, build_model, check_model_arguments, context_of
 from recipes.optimizers import NAMES, build_optimizer, check_optimizer
-from recipes.trainer_checkpoints import Checksums, only_run_in, start_or_go_on
+from recipes.processes import EXPECTED, OtherRankError
+from recipes.run_folder import only_run_in, settings_of
+from recipes.trainer_checkpoints import Checksums, check_folder, start_or_go_on
 
-# What may differ between a run and its resumption.
-FREE = ("output", "resume", "checkpoint_every", "eval_every", "eval_batches", "cache", "cpu")
 BATCH_SIZE = "sequences a process and micro-batch, not a whole step as in train.py (default: %(default)s)"
 
 
@@ -155,12 +153,6 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     )
 
 
-def settings_of(arguments: argparse.Namespace, data: TokenData, processes: int) -> dict[str, Any]:
-    """What decides the outcome of a run, as plain data."""
-    chosen = {name: value for name, value in vars(arguments).items() if name not in FREE}
-    return {**chosen, "data_key": data.key, "processes": processes}
-
-
 def train(arguments: argparse.Namespace, trainer_arguments: TrainingArguments) -> None:
     """Train, evaluate, save the model and the scales."""
     set_seed(arguments.seed)
@@ -179,7 +171,7 @@ def train(arguments: argparse.Namespace, trainer_arguments: TrainingArguments) -
         optimizers=(optimizer, None),
         callbacks=[Checksums()] if block_lr is None else [Checksums(), block_lr],
     )
-    settings = settings_of(arguments, data, trainer_arguments.world_size)
+    settings = settings_of(arguments, data) | {"processes": trainer_arguments.world_size}
     trainer.train(resume_from_checkpoint=start_or_go_on(arguments.output, settings))
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(arguments.output / "model"))
@@ -200,9 +192,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     trainer_arguments = training_arguments(arguments)
     try:
-        with only_run_in(arguments.output, arguments.resume):
+        with only_run_in(arguments.output, lambda: check_folder(arguments.output, arguments.resume)):
             train(arguments, trainer_arguments)
-    except (CheckpointError, ValueError, OSError) as error:
+    except (*EXPECTED, OtherRankError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

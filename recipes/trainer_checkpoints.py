@@ -11,21 +11,18 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from recipes.checkpoints import CheckpointError, RunIsLockedError, run_lock
+from recipes.checkpoints import CheckpointError
 from recipes.files import sha256, write_whole
+from recipes.processes import by_rank_0
+from recipes.run_folder import check_settings
 
 SUMS, SETTINGS = "SHA256SUMS", "settings.json"
-SPELLINGS = ("data", "tokenizer")  # of what `data_key` says better
-Decision = TypeVar("Decision")
 
 
 class Checksums(TrainerCallback):  # type: ignore[misc]
@@ -40,40 +37,14 @@ class Checksums(TrainerCallback):  # type: ignore[misc]
             write_whole(folder / SUMS, "".join(f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files))
 
 
-def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """What rank 0 decides, on all ranks; or its error.
+def check_folder(folder: Path, resume: bool) -> None:
+    """Look for what an earlier run has left.
 
     Raises:
-        CheckpointError: On all ranks, if rank 0 has met an error.
+        CheckpointError: If there is a run and `resume` is not asked for.
     """
-    outcome: list[Any] = [None, None]
-    if PartialState().is_main_process:
-        try:
-            outcome[0] = decide()
-        except (CheckpointError, RunIsLockedError, OSError) as error:
-            outcome[1] = str(error)
-    decision, problem = broadcast_object_list(outcome)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return decision  # type: ignore[no-any-return]
-
-
-@contextmanager
-def only_run_in(folder: Path, resume: bool) -> Iterator[None]:
-    """Rank 0 holds the lock of the folder.
-
-    Raises:
-        CheckpointError: If another process trains in it, or a run is there that is not to be resumed.
-    """
-    with ExitStack() as stack:
-
-        def take() -> None:
-            stack.enter_context(run_lock(folder))
-            if not resume and (checkpoints(folder) or (folder / "model").exists()):
-                raise CheckpointError(f"There is a run in {folder}. Go on with it (--resume), or choose another --output.")
-
-        decided_by_rank_0(take)
-        yield
+    if not resume and (checkpoints(folder) or (folder / "model").exists()):
+        raise CheckpointError(f"There is a run in {folder}. Go on with it (--resume), or choose another --output.")
 
 
 def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
@@ -91,10 +62,10 @@ def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
         if not checkpoints(folder):
             write_whole(folder / SETTINGS, json.dumps(settings, indent=1))
             return None
-        compare(folder, settings)
+        check_settings(read_settings(folder), settings, folder)
         return str(last_whole(folder))
 
-    return decided_by_rank_0(decide)
+    return by_rank_0(decide)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -103,22 +74,16 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
-def compare(folder: Path, settings: dict[str, Any]) -> None:
-    """See that the run in the folder had these settings.
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Those that the run in the folder was started with.
 
     Raises:
-        CheckpointError: If it had others, or they are not known.
+        CheckpointError: If they cannot be read.
     """
     try:
-        saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read the settings of the run in {folder}: {error}. Choose another --output.") from error
-    changed = [name for name in settings if saved.get(name) != settings[name]]
-    if "data_key" not in changed:
-        changed = [name for name in changed if name not in SPELLINGS]
-    if changed:
-        was = ", ".join(f"{name} {saved.get(name)!r}, now {settings[name]!r}" for name in changed)
-        raise CheckpointError(f"The run in {folder} had {was}. Give the same, or another --output.")
 
 
 def last_whole(folder: Path) -> Path:
