@@ -165,7 +165,7 @@ OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
 OTHERS = ("sgd", "adamw", "adamw-groups", "adamw-ratios", "adam-mini", "muon", "soap")
 CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
 CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
-BEST = ("adamw", "muon", "block-adamw+newton", "block-muon")
+BEST = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
 DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 
 
