@@ -27,7 +27,7 @@ DECAY, SGD_DECAY = Axis("weight_decay", 0.1, late=True), Axis("weight_decay", 1e
 POWER = Axis("power", -0.5)
 KNOWN_AS = {
     "block-sgd": ": SGD with decoupled decay",
-    "block-adamw": ": AdamW itself, which shows the noise",
+    "block-adamw": ": AdamW itself, but for rounding",
     "block-muon": ": Muon, with queries, keys and values as matrices of their own",
 }
 

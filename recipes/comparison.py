@@ -21,7 +21,7 @@ from recipes.paired_statistics import (
 from recipes.runs import RunResult
 from recipes.studies import ArmOutcome, Study
 
-SAME = ("block-adamw", "adamw")  # one algorithm in two programs: their difference is noise
+SAME = ("block-adamw", "adamw")  # one algorithm in two programs: their difference is rounding
 # What to set against what: what scales add, whether they must be the measured ones, ours against others of the same kind.
 PAIRS = (
     *((f"{base}+{curvature}", base) for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon")

@@ -135,12 +135,12 @@ def _against_adamw(comparison: Comparison) -> list[str]:
 
 
 def _pairs_in_words(comparison: Comparison) -> list[str]:
-    """What scales add, whether it matters that they are the measured ones, and how large differences by chance are."""
+    """What scales add, whether it matters that they are the measured ones, and what rounding alone does."""
     families: dict[str, list[Pair]] = {}
     for pair in comparison.pairs:
         arm = comparison.row(pair.name).outcome.arm
         if (pair.name, pair.against) == SAME:
-            kind = "One algorithm in two programs, so that the difference is noise"
+            kind = "One algorithm in two programs, so that the difference is rounding"
         elif arm.control is not None:
             kind = "Scales in the wrong places, against the measured ones"
         elif pair.against == arm.optimizer:

@@ -231,13 +231,13 @@ def test_the_words_name_winners_and_losers(comparison):
     assert "They left weight_decay as it was at the start for all arms." in said
 
 
-def test_the_words_hold_controls_noise_and_the_correction_for_many_comparisons():
+def test_the_words_hold_controls_rounding_and_the_correction_for_many_comparisons():
     study = study_of("adamw", "sgd", "block-muon", "block-adamw", "block-adamw+newton", "block-adamw+newton-inverted")
     comparison = compared(study, outcomes_of(study), {})
     said = " ".join(sentences(comparison))
     assert "Scales in the wrong places, against the measured ones: block-adamw+newton-inverted" in said
     assert "Scales from curvature, against all scales 1: block-adamw+newton" in said
-    assert "the difference is noise: block-adamw against adamw" in said
+    assert "the difference is rounding: block-adamw against adamw" in said
     assert comparison.sure() == ["block-muon", "sgd"] or comparison.sure() == ["sgd", "block-muon"]
     assert "Of these differences, all stand when corrected (Holm) for 5 comparisons with AdamW." in said
 
