@@ -64,7 +64,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     reach = max((abs(row.difference.mean) for row in rows), default=0.0)
-    if reach > 1:
+    if reach > 3:
         axes.set_xscale("symlog", linthresh=0.1)
     axes.set(xlabel="loss minus AdamW's (left is better)")
     return figure

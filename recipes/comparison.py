@@ -29,7 +29,7 @@ PAIRS = (
     *((f"{base}-{control}", base) for base in ("block-adamw+newton", "block-adamw+analytic", "adamw-ratios")
       for control in ("shuffled", "inverted")),
     ("block-sgd", "sgd"), ("block-adamw-block", "adam-mini"), ("block-muon", "muon"), SAME,
-    ("block-adamw+newton", "adamw-groups"), ("block-adamw+newton", "adamw-ratios"),
+    ("block-muon+newton", "muon"), ("block-adamw+newton", "adamw-groups"), ("block-adamw+newton", "adamw-ratios"),
 )  # fmt: skip
 
 
