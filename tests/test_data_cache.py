@@ -19,13 +19,7 @@ from recipes.data import add_data_arguments, default_cache, load_data, load_from
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
-    """Nothing is written outside of the test's folder."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setenv("BLOCKOPT_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 @pytest.fixture
