@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,20 +16,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _arms import CONSOLE, LR, add_outputs, check, machine_of_run, positive, progress_bar, save, show, verdict
-from _exact import LEVELS, SMALL, TINY, amount_of_work, judge, points
-from step_time import BUSY, ratio
 from torch import Tensor
 
+from benchmarks.lib.arms import CONSOLE, LR, add_outputs, check, machine_of_run, positive, progress_bar, save, show, verdict
+from benchmarks.lib.exact_curvature import LEVELS, SMALL, TINY, amount_of_work, judge, points
+from benchmarks.step_time import BUSY, ratio
 from blockopt import BlockAdamW, BlockLR, find_blocks, param_groups
+from blockopt.block_lr.history import role_of
+from blockopt.block_lr.scales import block_scales
 from blockopt.blocks import ROLES
 from blockopt.curvature import analytic, directional, gauss_newton, gradient, hutchinson, newton, power_law
-from blockopt.history import role_of
-from blockopt.scaling import block_scales
-from recipes.gpt2 import GPT2, PRESETS, GPT2Config
+from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config
 
 STEP = "training step"
 DEFAULTS = {name: option.default for name, option in inspect.signature(BlockLR).parameters.items()}

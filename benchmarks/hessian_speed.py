@@ -9,26 +9,23 @@ from __future__ import annotations
 import argparse
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _arms import CONSOLE, add_outputs, check, machine_of_run, positive, progress_bar, save, show
-from _attention_case import ROLES, AttentionCase
-from step_time import BUSY
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from blockopt.analysis.growth import fit_exponent
-from blockopt.analysis.operator import GaussNewtonOperator, HessianOperator
-from blockopt.analysis.self_attention import SelfAttentionHessian
-from recipes.gpt2 import GPT2, PRESETS, GPT2Config
+from benchmarks.lib.arms import CONSOLE, add_outputs, check, machine_of_run, positive, progress_bar, save, show
+from benchmarks.lib.attention_case import ROLES, AttentionCase
+from benchmarks.step_time import BUSY
+from blockopt.analysis.closed_forms.growth import fit_exponent
+from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.analysis.operators.model_operators import GaussNewtonOperator, HessianOperator
+from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config
 
 SIZES = ((17, 16), (64, 16), (17, 32), (64, 32))  # length and width
 DENSE_TARGET, FACTORED_TARGET, PRODUCT_TARGET, MEMORY_TARGET = 20.0, 100.0, 1.0, 4.0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print two lines a measurement
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
-from _arms import (
+from benchmarks.lib.arms import (
     ARMS,
     Arm,
     Problem,
@@ -26,9 +26,6 @@ from _arms import (
     show,
     verdict,
 )
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
 
 SHARE = 0.05  # of the parameters' bytes that a step may allocate, unless the largest tensor is larger
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _arms import (
+from benchmarks.lib.arms import (
     ARMS,
     CONSOLE,
     Arm,

@@ -1,13 +1,13 @@
 """Hessian-aware, block-wise optimizers for transformers."""
 
 from blockopt import curvature
-from blockopt.attention import capture_attention
 from blockopt.block_lr import BlockLR
+from blockopt.block_lr.scales import block_scales, sharpness_disparity, uniform
 from blockopt.blocks import Blocks, Split, find_blocks, param_groups
-from blockopt.describe import describe
+from blockopt.blocks.describe import describe
+from blockopt.blocks.split import block_sum, expand
+from blockopt.measure.attention_capture import capture_attention
 from blockopt.optim import BlockAdamW, BlockMuon, BlockSGD
-from blockopt.scaling import block_scales, sharpness_disparity, uniform
-from blockopt.split import block_sum, expand
 
 __version__ = "0.1.0"
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from blockopt._ranks import rank
-from blockopt.block_lr import BlockLR, Estimator
-from blockopt.scaling import Level
+from blockopt.block_lr import BlockLR, CurvatureFunction
+from blockopt.blocks.groups import Level
+from blockopt.distributed import rank
 
 Batch = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        curvature: str | Estimator = "newton",
+        curvature: str | CurvatureFunction = "newton",
         every: int = 100,
         warmup: int = 0,
         until: int | None = None,

@@ -20,21 +20,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from recipes.arms import ARMS, BASELINE
-from recipes.checkpoints import run_lock
-from recipes.comparison import Comparison, compared
-from recipes.optimizers import check_optimizer
-from recipes.report import print_comparison, write_plots, write_report
-from recipes.run_config import RunConfig
-from recipes.runs import RunResult, provenance
-from recipes.studies import Study, presets
-from recipes.workers import run_study, workers
+from recipes.common.checkpoints import run_lock
+from recipes.common.optimizers import check_optimizer
+from recipes.comparison.arms import ARMS, BASELINE
+from recipes.comparison.report import print_comparison, write_plots, write_report
+from recipes.comparison.rows import Comparison, compared
+from recipes.comparison.run_config import RunConfig
+from recipes.comparison.runs import RunResult, provenance
+from recipes.comparison.studies import Study, presets
+from recipes.comparison.workers import run_study, workers
 
 
 def main() -> None:

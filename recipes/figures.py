@@ -20,28 +20,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from recipes import figure_growth, figure_hessians
-from recipes.figure_report import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
+from recipes.paper_figures import growth, hessians
+from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
 FIGURES: dict[str, Callable[[Run], Outcome]] = {
-    "1": figure_hessians.figure_1,
-    "3a": figure_growth.figure_3a,
-    "3b": figure_growth.figure_3b,
-    "4": figure_hessians.figure_4,
-    "5": figure_growth.figure_5,
-    "6": figure_growth.figure_6,
-    "7": figure_growth.figure_7,
-    "8": figure_growth.figure_8,
-    "sink": figure_hessians.figure_sink,
-    "curvature-gap-heatmap": figure_hessians.figure_gap_heatmap,
-    "curvature-gap-norms": figure_hessians.figure_gap_norms,
-    "loss-difference": figure_hessians.figure_loss_difference,
+    "1": hessians.figure_1,
+    "3a": growth.figure_3a,
+    "3b": growth.figure_3b,
+    "4": hessians.figure_4,
+    "5": growth.figure_5,
+    "6": growth.figure_6,
+    "7": growth.figure_7,
+    "8": growth.figure_8,
+    "sink": hessians.figure_sink,
+    "curvature-gap-heatmap": hessians.figure_gap_heatmap,
+    "curvature-gap-norms": hessians.figure_gap_norms,
+    "loss-difference": hessians.figure_loss_difference,
 }
 EFFORTS = {"full": FULL, "quick": QUICK, "tiny": TINY}
 

@@ -29,10 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from accelerate import Accelerator
@@ -42,18 +39,18 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import blockopt
-from recipes.checkpoints import Checkpoints
-from recipes.data import Batches, TokenData, load_data
-from recipes.export import export_model
-from recipes.models import build_model, context_of, token_loss
-from recipes.nonfinite import describe_nonfinite, nonfinite_blocks
-from recipes.optimizers import build_optimizer, take_step
-from recipes.processes import EXPECTED, OtherRankError, check_accelerator, leave, make_accelerator, together
-from recipes.run_folder import check_folder, last_state, only_run_in, settings_of
-from recipes.run_log import RunLog, describe_run
-from recipes.schedules import schedule
-from recipes.train_arguments import parse
-from recipes.training_state import averaged_weights, load_random_state, load_training_state, reshard, training_state
+from recipes.common.checkpoints import Checkpoints
+from recipes.common.optimizers import build_optimizer, take_step
+from recipes.common.schedules import schedule
+from recipes.data.token_data import Batches, TokenData, load_data
+from recipes.training.arguments import parse
+from recipes.training.export import export_model
+from recipes.training.models import build_model, context_of, token_loss
+from recipes.training.nonfinite import describe_nonfinite, nonfinite_blocks
+from recipes.training.processes import EXPECTED, OtherRankError, check_accelerator, leave, make_accelerator, together
+from recipes.training.run_folder import check_folder, last_state, only_run_in, settings_of
+from recipes.training.run_log import RunLog, describe_run
+from recipes.training.training_state import averaged_weights, load_random_state, load_training_state, reshard, training_state
 
 Batch = tuple[Tensor, Tensor]
 Evaluated = tuple[int, float] | None  # after which step, and the held-out loss

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +25,14 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 import blockopt
 from blockopt.huggingface import BlockLRCallback
-from recipes.addition import IGNORED
-from recipes.data import TokenData, add_data_arguments, load_from_arguments
-from recipes.gpt2 import GPT2, to_huggingface
-from recipes.models import add_model_arguments, build_model, check_model_arguments, context_of
-from recipes.optimizers import NAMES, build_optimizer, check_optimizer
-from recipes.processes import EXPECTED, OtherRankError
-from recipes.run_folder import only_run_in, settings_of
-from recipes.trainer_checkpoints import Checksums, check_folder, start_or_go_on
+from recipes.common.gpt2 import GPT2, to_huggingface
+from recipes.common.optimizers import NAMES, build_optimizer, check_optimizer
+from recipes.data.addition import IGNORED
+from recipes.data.token_data import TokenData, add_data_arguments, load_from_arguments
+from recipes.training.models import add_model_arguments, build_model, check_model_arguments, context_of
+from recipes.training.processes import EXPECTED, OtherRankError
+from recipes.training.run_folder import only_run_in, settings_of
+from recipes.training.trainer_checkpoints import Checksums, check_folder, start_or_go_on
 
 BATCH_SIZE = "sequences a process and micro-batch, not a whole step as in train.py (default: %(default)s)"
 
@@ -93,7 +90,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices (default: %(default)s)")
     group.add_argument(
-        "--curvature", default="newton", choices=(*blockopt.block_lr.NAMES, "none"), help="for BlockLR (default: %(default)s)"
+        "--curvature", default="newton", choices=(*blockopt.curvature.ESTIMATORS, "none"), help="for BlockLR (default: %(default)s)"
     )
     group.add_argument("--curvature-every", type=int, default=100, help="steps between refreshes (default: %(default)s)")
     group.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")

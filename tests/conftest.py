@@ -1,9 +1,5 @@
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 @pytest.fixture

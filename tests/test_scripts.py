@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers import ROOT
 
 
 def run(*arguments, cwd=ROOT):
@@ -15,7 +14,7 @@ def run(*arguments, cwd=ROOT):
 
 
 def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
-    done = run("recipes/block_lr.py", "--steps", 12, "--every", 5, "--output", tmp_path)
+    done = run("recipes/block_lr_demo.py", "--steps", 12, "--every", 5, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "mlp_out" in done.stdout
     assert (tmp_path / "block_lr.png").stat().st_size > 10_000
@@ -40,7 +39,7 @@ def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("recipes/block_lr.py", "--curvature", "guess"),
+        ("recipes/block_lr_demo.py", "--curvature", "guess"),
         ("benchmarks/step_time.py", "--rounds", 0),
         ("benchmarks/curvature_cost.py", "--batch", 0),
     ],
@@ -54,7 +53,7 @@ def test_bad_arguments_are_refused(arguments):
 @pytest.mark.parametrize(
     "script",
     [
-        *("recipes/block_lr.py", "recipes/train.py", "recipes/train_hf.py"),
+        *("recipes/block_lr_demo.py", "recipes/train.py", "recipes/train_hf.py"),
         *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py", "benchmarks/hessian_speed.py"),
     ],
 )

@@ -6,28 +6,28 @@ model: `HessianOperator`, `GaussNewtonOperator`, `FunctionalOperator`, `dense`, 
 `blockopt.analysis.plots`, which needs matplotlib.
 """
 
-from blockopt.analysis.attention_map import AttentionMap
-from blockopt.analysis.attention_moments import attention_moment
-from blockopt.analysis.block_mass import block_mass, off_diagonal_mass
 from blockopt.analysis.block_table import block_table, measure_blocks
-from blockopt.analysis.dense import dense, dense_block
-from blockopt.analysis.eigenpairs import top_eigenpairs
-from blockopt.analysis.feed_forward import FeedForwardHessian, LinearNetworkHessian
-from blockopt.analysis.growth import fit_exponent, growth
-from blockopt.analysis.heterogeneity import jensen_shannon, negative_share, norm_spread
-from blockopt.analysis.kronecker_sum import KroneckerSum
-from blockopt.analysis.normalization import Normalization
-from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator
-from blockopt.analysis.output_loss import CrossEntropy, SquaredError
-from blockopt.analysis.positionwise_loss import PositionwiseLoss
+from blockopt.analysis.closed_forms.attention_map import AttentionMap
+from blockopt.analysis.closed_forms.attention_moments import attention_moment
+from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian, LinearNetworkHessian
+from blockopt.analysis.closed_forms.growth import fit_exponent, growth
+from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
+from blockopt.analysis.closed_forms.normalization import Normalization
+from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
+from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss
+from blockopt.analysis.closed_forms.scalar_attention import ScalarAttention
+from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
+from blockopt.analysis.closed_forms.transformer_bounds import attention_bounds, bound_table, transformer_bounds
+from blockopt.analysis.operators.dense import dense, dense_block
+from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
 from blockopt.analysis.report import hessian_report
-from blockopt.analysis.scalar_attention import ScalarAttention
-from blockopt.analysis.self_attention import SelfAttentionHessian
-from blockopt.analysis.spectrum import check_symmetric, lanczos, spectral_density
+from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
+from blockopt.analysis.spectral.density import check_symmetric, lanczos, spectral_density
+from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
+from blockopt.analysis.spectral.heterogeneity import jensen_shannon, negative_share, norm_spread
+from blockopt.analysis.spectral.trace import diagonal, squared_frobenius, trace
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences
-from blockopt.analysis.trace import diagonal, squared_frobenius, trace
-from blockopt.analysis.transformer import TransformerBlockHessian
-from blockopt.analysis.transformer_bounds import attention_bounds, bound_table, transformer_bounds
 
 __all__ = [
     "AttentionMap",

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from blockopt.analysis._products import check_count, product, size
-from blockopt.analysis._progress import progress_bar
-from blockopt.analysis.eigenpairs import top_eigenpairs
-from blockopt.analysis.heterogeneity import NegativeShare, negative_share
-from blockopt.analysis.spectrum import SpectralDensity, SymmetricOperator, spectral_density
-from blockopt.analysis.trace import Estimate, squared_frobenius, trace
-from blockopt.curvature._passes import default_generator
+from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.spectral.density import SpectralDensity, SymmetricOperator, spectral_density
+from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
+from blockopt.analysis.spectral.heterogeneity import NegativeShare, negative_share
+from blockopt.analysis.spectral.products import check_count, product, size
+from blockopt.analysis.spectral.trace import Estimate, squared_frobenius, trace
+from blockopt.measure.closures import default_generator
 
 WIDTH = 128
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockopt.analysis.growth import Growth
-from blockopt.analysis.spectrum import SpectralDensity
+from blockopt.analysis.closed_forms.growth import Growth
+from blockopt.analysis.spectral.density import SpectralDensity
 from blockopt.analysis.taylor import LossDifference
 
 if TYPE_CHECKING:

@@ -12,20 +12,27 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from blockopt.analysis._parts import Part, Probed, Ticker, find_parts, root, total
-from blockopt.analysis._products import check_count
-from blockopt.analysis._progress import progress_bar
-from blockopt.analysis._tables import aligned, number_and_error, plain
-from blockopt.analysis.block_mass import BlockMass, block_mass
-from blockopt.analysis.dense import GIB, dense, free_memory, memory_needed
-from blockopt.analysis.eigenpairs import top_eigenpairs
-from blockopt.analysis.heterogeneity import JensenShannon, NegativeShare, Spread, jensen_shannon, negative_share, norm_spread
-from blockopt.analysis.operator import FunctionalOperator, GaussNewtonOperator, HessianOperator, ModelOperator
-from blockopt.analysis.spectrum import SpectralDensity, check_symmetric, spectral_density
-from blockopt.analysis.trace import Estimate
+from blockopt.analysis.operators.dense import GIB, dense, free_memory, memory_needed
+from blockopt.analysis.operators.diagonal_blocks import Part, Probed, Ticker, find_parts, root, total
+from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator, ModelOperator
+from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.spectral.block_mass import BlockMass, block_mass
+from blockopt.analysis.spectral.density import SpectralDensity, check_symmetric, spectral_density
+from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
+from blockopt.analysis.spectral.heterogeneity import (
+    JensenShannon,
+    NegativeShare,
+    Spread,
+    jensen_shannon,
+    negative_share,
+    norm_spread,
+)
+from blockopt.analysis.spectral.products import check_count
+from blockopt.analysis.spectral.trace import Estimate
+from blockopt.analysis.tables import aligned, number_and_error, plain
 from blockopt.blocks import Blocks, find_blocks
-from blockopt.curvature._passes import Losses, batch_means, default_generator, trainable
-from blockopt.scaling import Level
+from blockopt.blocks.groups import Level
+from blockopt.measure.closures import Losses, batch_means, default_generator, trainable
 
 Matrix = Literal["hessian", "gauss-newton", "functional"]
 OPERATORS: dict[str, type[ModelOperator]] = {

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blockopt.analysis.growth import Exponent, fit_exponent
+from blockopt.analysis.closed_forms.growth import Exponent, fit_exponent
 from blockopt.blocks import Blocks
-from blockopt.curvature._passes import Curvature, Evaluation, Losses, batch_means, checked_blocks, eager_math, trainable
-from blockopt.curvature.directional import along_update
-from blockopt.scaling import Level, block_groups
-from blockopt.split import expand
+from blockopt.blocks.groups import Level, block_groups
+from blockopt.blocks.split import expand
+from blockopt.measure.along_update import along_update
+from blockopt.measure.closures import Curvature, Evaluation, Losses, batch_means, checked_blocks, eager_math, trainable
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,140 @@
-"""Curvature of the blocks, one estimator a file. Each gives `{parameter name: mean curvature of each block}`."""
+"""Curvature of the blocks, one estimator per file, and the table of what each of them needs.
 
+Each estimator returns `{parameter name: mean curvature of each block}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blockopt.blocks import Blocks, Level
 from blockopt.curvature.analytic import analytic
-from blockopt.curvature.directional import AlongUpdate, along_update, directional, newton
+from blockopt.curvature.directional import directional
 from blockopt.curvature.gauss_newton import gauss_newton
 from blockopt.curvature.gradient import gradient
 from blockopt.curvature.hutchinson import hutchinson
+from blockopt.curvature.newton import newton
 from blockopt.curvature.power_law import power_law
+from blockopt.measure.along_update import AlongUpdate, along_update
+from blockopt.measure.closures import Curvature, Losses
+
+
+class Request(NamedTuple):
+    """All that an estimator may be given; each takes what it needs.
+
+    Attributes:
+        model: The model.
+        blocks: Its blocks.
+        losses: Loss closures, empty for estimators that need none.
+        update: The last change of each parameter, empty for estimators that need none.
+        scales: The multipliers that the update was made with.
+        by: Which blocks share a scale.
+        num_probes: Samples per batch.
+        generator: Draws the samples.
+    """
+
+    model: nn.Module
+    blocks: Mapping[str, Blocks]
+    losses: Losses
+    update: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+    by: Level
+    num_probes: int
+    generator: torch.Generator
+
+
+class Estimator(NamedTuple):
+    """How to measure curvature by name, and what that takes.
+
+    Attributes:
+        measure: Makes the estimate.
+        needs_loss: Whether it runs the model on a batch.
+        needs_update: Whether it looks along the optimizer's last update.
+        works_sharded: Whether it can measure FSDP2 and tensor-parallel models.
+        gradients: What it costs per batch, in gradient evaluations, rounded up.
+    """
+
+    measure: Callable[[Request], Curvature]
+    needs_loss: bool
+    needs_update: bool
+    works_sharded: bool
+    gradients: int
+
+
+ESTIMATORS = {
+    "newton": Estimator(
+        lambda r: newton(r.model, r.losses, r.update, blocks=r.blocks, scales=r.scales, by=r.by),
+        needs_loss=True,
+        needs_update=True,
+        works_sharded=True,
+        gradients=2,
+    ),
+    "secant": Estimator(
+        lambda r: directional(r.model, r.losses, r.update, blocks=r.blocks, method="secant"),
+        needs_loss=True,
+        needs_update=True,
+        works_sharded=True,
+        gradients=2,
+    ),
+    "directional": Estimator(
+        lambda r: directional(r.model, r.losses, r.update, blocks=r.blocks, method="exact"),
+        needs_loss=True,
+        needs_update=True,
+        works_sharded=False,
+        gradients=4,
+    ),
+    "gauss_newton": Estimator(
+        lambda r: gauss_newton(
+            r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
+        ),
+        needs_loss=True,
+        needs_update=False,
+        works_sharded=True,
+        gradients=1,
+    ),
+    "analytic": Estimator(
+        lambda r: analytic(
+            r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
+        ),
+        needs_loss=True,
+        needs_update=False,
+        works_sharded=False,
+        gradients=2,
+    ),
+    "hutchinson": Estimator(
+        lambda r: hutchinson(
+            r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
+        ),
+        needs_loss=True,
+        needs_update=False,
+        works_sharded=False,
+        gradients=4,
+    ),
+    "gradient": Estimator(
+        lambda r: gradient(r.model, blocks=r.blocks),
+        needs_loss=False,
+        needs_update=False,
+        works_sharded=True,
+        gradients=0,
+    ),
+    "power_law": Estimator(
+        lambda r: power_law(r.model, blocks=r.blocks),
+        needs_loss=False,
+        needs_update=False,
+        works_sharded=True,
+        gradients=0,
+    ),
+}
 
 __all__ = [
+    "ESTIMATORS",
     "AlongUpdate",
+    "Estimator",
+    "Request",
     "along_update",
     "analytic",
     "directional",

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from blockopt._sharding import is_sharded
 from blockopt.blocks import Blocks
-from blockopt.curvature._losses import CaptureLosses, LossCurvature
-from blockopt.curvature._passes import (
+from blockopt.distributed import is_sharded
+from blockopt.measure.closures import (
     Curvature,
     Evaluation,
     Losses,
@@ -20,6 +19,7 @@ from blockopt.curvature._passes import (
     mean_over_batches,
     trainable,
 )
+from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 
 
 def gauss_newton(

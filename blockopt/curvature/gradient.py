@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from blockopt.blocks import Blocks
-from blockopt.curvature._passes import Curvature, block_dots, checked_blocks, trainable
-from blockopt.split import block_numel
+from blockopt.blocks.split import block_numel
+from blockopt.measure.closures import Curvature, block_dots, checked_blocks, trainable
 
 
 @torch.no_grad()

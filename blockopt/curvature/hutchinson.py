@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.blocks import Blocks
-from blockopt.curvature._passes import (
+from blockopt.blocks.groups import block_groups
+from blockopt.blocks.split import block_numel, expand
+from blockopt.measure.closures import (
     Curvature,
     Evaluation,
     Losses,
@@ -20,8 +22,6 @@ from blockopt.curvature._passes import (
     refuse_sharded,
     trainable,
 )
-from blockopt.scaling import block_groups
-from blockopt.split import block_numel, expand
 
 # A probe is at most this many times larger, but for rounding, than one scaled by the root mean square of the whole gradient.
 LARGEST_RATIO = 1e3

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockopt import layouts
-from blockopt.blocks import Blocks
-from blockopt.curvature._passes import Curvature, block_dots, checked_blocks, trainable
-from blockopt.split import block_numel
+from blockopt.blocks import Blocks, layouts
+from blockopt.blocks.split import block_numel
+from blockopt.measure.closures import Curvature, block_dots, checked_blocks, trainable
 
 # Powers of the input's root mean square, as the papers give them for attention and MLP without norms inside.
 EXPONENTS = {"query": 6.0, "key": 6.0, "value": 2.0, "output": 2.0, "mlp_in": 2.0, "mlp_gate": 2.0, "mlp_out": 2.0}

@@ -1,7 +1,7 @@
 """The optimizers."""
 
-from blockopt.optim._common import BlockOptimizer
 from blockopt.optim.adamw import BlockAdamW
+from blockopt.optim.base import BlockOptimizer
 from blockopt.optim.muon import BlockMuon
 from blockopt.optim.sgd import BlockSGD
 

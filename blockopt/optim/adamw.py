@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt._sharding import local, sum_over_ranks
 from blockopt.blocks import Blocks
-from blockopt.optim._chunks import in_chunks
-from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, choose, decay, gradient_norms, spread
-from blockopt.optim._fused import by_kind, fused_kernel_serves
+from blockopt.blocks.split import block_numel, block_sum_along
+from blockopt.distributed import local, sum_over_ranks
 from blockopt.optim._kernels import adam_step, is_large, momentum_step, run_compiled
 from blockopt.optim._rounding import lerp_momentum, rounding_noise
-from blockopt.split import block_numel, block_sum_along
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, choose, decay, gradient_norms, spread
+from blockopt.optim.chunks import in_chunks
+from blockopt.optim.fused import by_kind, fused_kernel_serves
 
 
 class BlockAdamW(BlockOptimizer):

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt._sharding import full, is_sharded, local, local_part
 from blockopt.blocks import Blocks
-from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, decay, gradient_norms
+from blockopt.blocks.split import Split
+from blockopt.distributed import full, is_sharded, local, local_part
 from blockopt.optim.adamw import (
     adamw_magnitudes,
     adamw_update,
     check_adamw_options,
     new_adamw_state,
 )
-from blockopt.split import Split
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, decay, gradient_norms
 
 HEAD_ROLES = frozenset({"query", "key", "value", "output"})
 MATRIX_ROLES = HEAD_ROLES | {"mlp_in", "mlp_gate", "mlp_out"}

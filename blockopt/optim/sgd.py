@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt._sharding import local
 from blockopt.blocks import Blocks
-from blockopt.optim._chunks import in_chunks
-from blockopt.optim._common import BlockOptimizer, Entry, Parameters, check_range, decay, spread
-from blockopt.optim._fused import by_kind, fused_kernel_serves
+from blockopt.distributed import local
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, decay, spread
+from blockopt.optim.chunks import in_chunks
+from blockopt.optim.fused import by_kind, fused_kernel_serves
 
 
 class BlockSGD(BlockOptimizer):

@@ -1,0 +1,1 @@
+"""Measured ratios: the files here are the entry points."""

@@ -1,0 +1,1 @@
+"""The papers' Hessians in closed form: attention, norms, MLPs, whole blocks, bounds."""

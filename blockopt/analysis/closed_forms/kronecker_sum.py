@@ -1,0 +1,155 @@
+"""Sums of Kronecker products as operators that are never built: `H = Σ_i a_i a_iᵀ ⊗ E_i`, or with the factors swapped.
+
+The queries of one layer of GPT-2 small have 589 824 entries, and a dense block of them takes terabytes. Its trace, diagonal,
+Frobenius norm and products with vectors only need the vectors `a_i` and the small matrices `E_i` of each position i. With n
+positions, `a` of size p and `E` of size r:
+
+    trace     Σ_i |a_i|² tr E_i                          O(n (p + r))
+    diagonal  Σ_i a_i² ⊗ diag E_i                        O(n p r)
+    |H|_F²    Σ_ij (a_i·a_j)² ⟨E_i, E_j⟩                   O(n² (p + r²))
+    H v       Σ_i a_i ⊗ E_i (Vᵀ a_i), v = vec V            O(n r (p + r))
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockopt.analysis.spectral.eigenpairs import Which, top_eigenpairs
+
+
+class PositionMatrices(Protocol):
+    """The symmetric matrices `E_i` of all positions i."""
+
+    size: int
+    count: int
+
+    def traces(self) -> Tensor:
+        """(n,)."""
+
+    def diagonals(self) -> Tensor:
+        """(n, r)."""
+
+    def product(self, z: Tensor) -> Tensor:
+        """`E_i z_i`, (n, r, k) for z of that shape."""
+
+    def inner_products(self) -> Tensor:
+        """`⟨E_i, E_j⟩`, (n, n)."""
+
+
+class Matrices:
+    """Matrices that are held as they are.
+
+    Args:
+        E: (..., r, r).
+    """
+
+    def __init__(self, E: Tensor) -> None:
+        self._E = E.flatten(0, -3)
+        self.count, self.size = self._E.shape[:2]
+
+    def traces(self) -> Tensor:
+        """(n,)."""
+        return self.diagonals().sum(-1)
+
+    def diagonals(self) -> Tensor:
+        """(n, r)."""
+        return self._E.diagonal(dim1=-2, dim2=-1)
+
+    def product(self, z: Tensor) -> Tensor:
+        """`E_i z_i`, (n, r, k)."""
+        return self._E @ z
+
+    def inner_products(self) -> Tensor:
+        """`⟨E_i, E_j⟩`, (n, n)."""
+        flat = self._E.flatten(1)
+        used = flat.any(1)  # positions that the loss does not count have none
+        products = flat.new_zeros(self.count, self.count)
+        products[used.nonzero(), used.nonzero().mT] = flat[used] @ flat[used].mT
+        return products
+
+
+class SharedMatrix:
+    """The same matrix for all positions, as squared error has it.
+
+    Args:
+        E: (r, r).
+        count: Number of positions.
+    """
+
+    def __init__(self, E: Tensor, count: int) -> None:
+        self._E, self.count, self.size = E, count, len(E)
+
+    def traces(self) -> Tensor:
+        """(n,)."""
+        return self._E.trace().expand(self.count)
+
+    def diagonals(self) -> Tensor:
+        """(n, r)."""
+        return self._E.diagonal().expand(self.count, self.size)
+
+    def product(self, z: Tensor) -> Tensor:
+        """`E z_i`, (n, r, k)."""
+        return (z.mT @ self._E).mT  # one matrix product; E is symmetric
+
+    def inner_products(self) -> Tensor:
+        """`⟨E, E⟩`, (n, n)."""
+        return self._E.square().sum().expand(self.count, self.count)
+
+
+class KroneckerSum:
+    """`Σ_i a_i a_iᵀ ⊗ E_i`, or `Σ_i E_i ⊗ a_i a_iᵀ`: a symmetric operator on vectors.
+
+    Args:
+        vectors: `a_i`, (n, p).
+        matrices: `E_i`.
+        vector_first: Which of the two.
+
+    Example:
+        >>> block = KroneckerSum(torch.tensor([[1.0, 2.0]]), Matrices(torch.tensor([[[3.0]]])), True)
+        >>> float(block.trace()), float(block.squared_frobenius()), block @ torch.tensor([1.0, 0.0])
+        (15.0, 225.0, tensor([3., 6.]))
+    """
+
+    def __init__(self, vectors: Tensor, matrices: PositionMatrices, vector_first: bool) -> None:
+        self._vectors, self._matrices, self._vector_first = vectors, matrices, vector_first
+        size = vectors.shape[1] * matrices.size
+        self.shape = (size, size)
+        self.dtype, self.device = vectors.dtype, vectors.device
+
+    def trace(self) -> Tensor:
+        """A scalar."""
+        return self._vectors.square().sum(1) @ self._matrices.traces()
+
+    def diagonal(self) -> Tensor:
+        """(p r,), in the order of the weight's entries."""
+        diagonal = self._vectors.square().mT @ self._matrices.diagonals()
+        return (diagonal if self._vector_first else diagonal.mT).flatten()
+
+    def squared_frobenius(self) -> Tensor:
+        """The sum of the squares of all entries."""
+        return ((self._vectors @ self._vectors.mT).square() * self._matrices.inner_products()).sum()
+
+    def frobenius(self) -> Tensor:
+        """The Frobenius norm."""
+        return self.squared_frobenius().clamp(min=0).sqrt()
+
+    def top_eigenvalues(self, k: int = 1, which: Which = "largest magnitude") -> Tensor:
+        """The k outermost eigenvalues, by `top_eigenpairs`."""
+        return top_eigenpairs(self, k, which=which).values
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """`H v` for v of shape (p r,) or (p r, k)."""
+        if v.ndim not in (1, 2) or v.shape[0] != self.shape[0]:
+            raise ValueError(f"Invalid vector of shape {tuple(v.shape)}. Must be ({self.shape[0]},) or ({self.shape[0]}, k).")
+        columns = v.reshape(v.shape[0], -1)
+        p, r, k = self._vectors.shape[1], self._matrices.size, columns.shape[1]
+        if self._vector_first:
+            z = (self._vectors @ columns.view(p, r * k)).unflatten(1, (r, k))
+            result = (self._vectors.mT @ self._matrices.product(z).flatten(1)).reshape(p * r, k)
+        else:
+            z = torch.einsum("np,rpk->nrk", self._vectors, columns.view(r, p, k))
+            result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z)).reshape(p * r, k)
+        return result.reshape(v.shape)

@@ -1,0 +1,1 @@
+"""Hessians of a whole model as operators `A @ v`, and as dense matrices."""

@@ -1,0 +1,239 @@
+"""The spectrum of a symmetric operator known by its products alone: Lanczos, and the density that its quadrature gives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.spectral.products import (
+    check_count,
+    orthogonal_product,
+    orthogonal_start,
+    product,
+    random_normal,
+    random_signs,
+    remainder_norm,
+    size,
+    unit_start,
+)
+from blockopt.measure.closures import default_generator
+
+
+class SymmetricOperator(Protocol):
+    """What `A @ v` needs: a real symmetric matrix known by its products with `v` of shape (n,) or (n, k).
+
+    A square tensor is one.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(n, n)."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the vectors it takes and returns."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """That of the vectors it takes and returns."""
+        ...
+
+    def __matmul__(self, other: Tensor, /) -> Tensor: ...
+
+
+class Lanczos(NamedTuple):
+    """`A V = V T + remainder · v eᵀ`: `V` has m orthonormal columns, `T` is tridiagonal, `e` is the last unit vector.
+
+    `alphas` (m,) is the diagonal of `T`, `betas` (m - 1,) its off-diagonal, 0 where a new vector was drawn, `basis` (n, m) is
+    `V`, and `remainder` is 0 if the basis spans an invariant subspace. All in float64.
+    """
+
+    alphas: Tensor
+    betas: Tensor
+    basis: Tensor
+    remainder: float
+
+    def matrix(self) -> Tensor:
+        """`T`, of shape (m, m)."""
+        return torch.diag(self.alphas) + torch.diag(self.betas, 1) + torch.diag(self.betas, -1)
+
+    def quadrature(self) -> SpectralDensity:
+        """Gauss quadrature of the start vector `u`: `u · A^p u = Σ weights · nodes^p · ‖u‖²` for every p up to 2 m - 1."""
+        nodes, vectors = torch.linalg.eigh(self.matrix())
+        return SpectralDensity(nodes, vectors[0].square())
+
+
+class SpectralDensity(NamedTuple):
+    """A distribution of eigenvalues: points and their weights, which sum to 1. Float64, on the CPU, sorted."""
+
+    nodes: Tensor
+    weights: Tensor
+
+    def moment(self, power: int) -> float:
+        """`Σ weights · nodes^power`, an estimate of `tr(A^power) / n`."""
+        return float((self.weights * self.nodes**power).sum())
+
+    def cdf(self, grid: Tensor) -> Tensor:
+        """The share of eigenvalues at or below each point of `grid`."""
+        total = torch.cat([self.weights.new_zeros(1), self.weights.cumsum(0)])
+        return total[torch.searchsorted(self.nodes, grid.to(self.nodes), right=True)]
+
+    def density(self, grid: Tensor, width: float) -> Tensor:
+        """`Σ weights · N(grid; nodes, width²)`: each node widened to a normal density with standard deviation `width`."""
+        if not width > 0:
+            raise ValueError(f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a good start.")
+        distance = (grid.to(self.nodes)[..., None] - self.nodes) / width
+        return (torch.exp(-0.5 * distance.square()) @ self.weights) / (width * math.sqrt(2 * math.pi))
+
+    def on_log_axis(self, threshold: float) -> SpectralDensity:
+        """The same on the axis of `symmetric_log`, for spectra that span orders of magnitude on both sides of 0."""
+        return SpectralDensity(symmetric_log(self.nodes, threshold), self.weights)
+
+
+def symmetric_log(values: Tensor, threshold: float) -> Tensor:
+    """`sign(x) · log10(1 + |x| / threshold)`: linear near 0, logarithmic beyond the threshold on both sides.
+
+    Example:
+        >>> symmetric_log(torch.tensor([-18.0, 0.0, 198.0]), threshold=2.0)
+        tensor([-1.,  0.,  2.])
+    """
+    if not threshold > 0:
+        raise ValueError(f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues count as small.")
+    return values.sign() * torch.log10(1 + values.abs() / threshold)
+
+
+def check_symmetric(
+    operator: SymmetricOperator, *, tolerance: float | None = None, generator: torch.Generator | None = None
+) -> float:
+    """Raise `ValueError` unless `u · A v = v · A u` for two random normal vectors, which costs two products.
+
+    An operator that is not symmetric is found out almost surely: the difference has variance `‖A − Aᵀ‖_F²`.
+
+    Args:
+        operator: Any operator.
+        tolerance: How large `|u · A v − v · A u| / (‖A u‖ + ‖A v‖)` may be; by default the root of the precision of its dtype.
+        generator: Draws the vectors; by default one with seed 0.
+
+    Returns:
+        That ratio.
+
+    Example:
+        >>> check_symmetric(torch.eye(3))
+        0.0
+    """
+    size(operator, check_tensor=False)
+    generator = default_generator(generator)
+    # Rounded as the product rounds them: else float32 would look less symmetric than it is.
+    u, v = (random_normal(operator, generator).to(operator.dtype).double() for _ in range(2))
+    Au, Av = product(operator, u), product(operator, v)
+    norms = float(Au.norm() + Av.norm())
+    ratio = abs(float(u @ Av - v @ Au)) / norms if norms > 0 else 0.0
+    limit = torch.finfo(operator.dtype).eps ** 0.5 if tolerance is None else tolerance
+    if not ratio <= limit:
+        cure = "Must be symmetric and deterministic (no dropout, the same data at each product)."
+        raise ValueError(f"Invalid operator: |u·Av − v·Au| is {ratio:.1e} of ‖Au‖ + ‖Av‖, more than {limit:.1e}. {cure}")
+    return ratio
+
+
+def lanczos(
+    operator: SymmetricOperator,
+    num_steps: int,
+    *,
+    start: Tensor | None = None,
+    restart: bool = True,
+    generator: torch.Generator | None = None,
+) -> Lanczos:
+    """Tridiagonal matrix and orthonormal basis of the Krylov space of `start`, with full re-orthogonalisation.
+
+    The recurrence runs in float64 whatever the dtype of the operator; each new vector is made orthogonal to all others twice,
+    so no eigenvalue shows up more often than it should. The basis takes 8 n · num_steps bytes.
+
+    One start vector sees each eigenvalue once, however often it is repeated: the Krylov space then ends early. With `restart`,
+    a random vector orthogonal to the basis takes over, and the copies are found; without, the result is shorter.
+
+    Args:
+        operator: Any symmetric operator; a square tensor is one.
+        num_steps: Products `A @ v`; no more than n are done.
+        start: The first vector (n,), of any length but 0; random by default.
+        restart: Go on when the Krylov space ends.
+        generator: Draws the start and the vectors that take over; by default one with seed 0.
+
+    Raises:
+        ValueError: If an option or a shape is wrong.
+        FloatingPointError: If a product is not finite.
+
+    Example:
+        >>> result = lanczos(torch.diag(torch.tensor([1.0, 2.0, 2.0])), 3)
+        >>> torch.linalg.eigvalsh(result.matrix()).round(decimals=6)
+        tensor([1., 2., 2.], dtype=torch.float64)
+    """
+    check_count("num_steps", num_steps)
+    n, generator = size(operator), default_generator(generator)
+    steps = min(num_steps, n)
+    rows = torch.zeros(steps, n, dtype=torch.float64, device=operator.device)  # V transposed: its vectors are contiguous
+    rows[0] = unit_start(operator, start, generator)
+    alphas, betas, largest, remainder = [], [], 0.0, 0.0
+    for step in range(steps):
+        coefficients, rest, length = orthogonal_product(operator, rows, step)
+        alphas.append(float(coefficients[step]))
+        largest = max(largest, length)
+        remainder = 0.0 if step + 1 == n else remainder_norm(operator, rest, largest)
+        if step + 1 == steps or (remainder == 0 and not restart):
+            break
+        betas.append(remainder)
+        rows[step + 1] = rest / remainder if remainder > 0 else orthogonal_start(operator, rows[: step + 1], generator)
+    made = torch.tensor(alphas, dtype=torch.float64), torch.tensor(betas, dtype=torch.float64)
+    return Lanczos(*made, rows[: len(alphas)].T, remainder)
+
+
+def spectral_density(
+    operator: SymmetricOperator,
+    *,
+    num_steps: int = 50,
+    num_probes: int = 10,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> SpectralDensity:
+    """The distribution of the eigenvalues by stochastic Lanczos quadrature: nodes, and weights that sum to 1.
+
+    Each probe of random signs gives `num_steps` nodes, and weights that integrate polynomials up to degree 2 · num_steps - 1
+    exactly as the probe sees them; their mean over probes has no bias. It costs num_steps · num_probes products at most, and
+    less where the Krylov space of a probe ends early.
+
+    The weight of a lone eigenvalue, 1/n, comes with noise of about its own size a probe: see `top_eigenpairs` for those.
+
+    Args:
+        operator: Any symmetric operator; a square tensor is one.
+        num_steps: Products a probe; no more than n are done.
+        num_probes: Probes.
+        generator: Draws the signs; by default one with seed 0.
+        progress: Show a progress bar (needs rich).
+
+    Raises:
+        ValueError: If an option or the shape of the operator is wrong.
+        FloatingPointError: If a product is not finite.
+
+    Example:
+        >>> found = spectral_density(torch.diag(torch.tensor([-1.0, 3.0, 3.0, 3.0])), num_probes=1)
+        >>> found.nodes.round(decimals=6), found.weights.round(decimals=6)
+        (tensor([-1.,  3.], dtype=torch.float64), tensor([0.2500, 0.7500], dtype=torch.float64))
+    """
+    check_count("num_steps", num_steps)
+    check_count("num_probes", num_probes)
+    n, generator = size(operator), default_generator(generator)
+    found = []
+    with progress_bar(progress, "spectral density", num_probes) as advance:
+        for _ in range(num_probes):
+            start = random_signs(n, operator.device, generator)
+            # What a restart would find has weight 0: the probe does not see it.
+            found.append(lanczos(operator, num_steps, start=start, restart=False, generator=generator).quadrature())
+            advance(1)
+    nodes, order = torch.cat([one.nodes for one in found]).sort()
+    weights = torch.cat([one.weights for one in found])[order]
+    return SpectralDensity(nodes, weights / weights.sum())

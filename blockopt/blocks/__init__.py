@@ -1,0 +1,27 @@
+"""What the blocks of a model are, and how they are grouped and shown."""
+
+from blockopt.blocks.blocks import ROLES, ROW_ROLES, Blocks, from_plain, to_plain
+from blockopt.blocks.describe import describe
+from blockopt.blocks.find import find_blocks, param_groups
+from blockopt.blocks.groups import Level, block_groups, sum_groups
+from blockopt.blocks.split import Split, block_numel, block_sum, block_sum_along, expand, expand_along
+
+__all__ = [
+    "ROLES",
+    "ROW_ROLES",
+    "Blocks",
+    "Level",
+    "Split",
+    "block_groups",
+    "block_numel",
+    "block_sum",
+    "block_sum_along",
+    "describe",
+    "expand",
+    "expand_along",
+    "find_blocks",
+    "from_plain",
+    "param_groups",
+    "sum_groups",
+    "to_plain",
+]

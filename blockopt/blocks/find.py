@@ -1,0 +1,251 @@
+"""The Hessian blocks of a transformer: which role every parameter plays, and where it is cut.
+
+The loss Hessian of a transformer is heterogeneous by block: the embedding, the query, key and value of each head, the output
+projection, the MLP, the norms and the head differ in curvature by orders of magnitude (Ormaniec, Dangel and Singh, ICLR
+2025). `find_blocks` names those blocks for a model; everything else in blockopt works on what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+
+from blockopt.blocks import layouts
+from blockopt.blocks.blocks import ROW_ROLES, Blocks, to_plain
+from blockopt.blocks.layouts import Ambiguity, Layout, Linear
+
+
+def find_blocks(
+    model: nn.Module,
+    *,
+    per_head: bool = True,
+    per_row: Collection[str] = ROW_ROLES,
+    overrides: Mapping[str, Blocks | str] | None = None,
+) -> dict[str, Blocks]:
+    """Assign every trainable parameter of `model` to its Hessian blocks.
+
+    Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT (transformers and timm), T5, OPT,
+    `nn.MultiheadAttention` and the `nn.Transformer` layers, under DDP, FSDP2, PEFT and `torch.compile` wrappers too. The rules:
+
+    - query, key and value: one block a head (a key-value head under grouped-query attention), fused or not, in any storage
+      order; the output projection is cut by head on its input side, where the heads meet it;
+    - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding` and per column of a `Conv1D`.
+      The default takes all of them. A row of the embedding or head is one token, seen as often as the token occurs, so rows
+      differ in curvature by the token frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly
+      block-diagonal in its neurons. One number a row costs 1/width of a parameter's memory;
+    - norms: one block a tensor, weight and bias alike;
+    - biases have the role `bias` and are cut like the output side of their weight; a bias that follows the sum over heads
+      is one block;
+    - a parameter shared by several modules counts once, as `embedding` if one of them is an embedding;
+    - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is `other`, one block a tensor;
+    - a linear map that a module whose type is named `…Attention` holds and that is not understood is not `other`: it raises.
+
+    Frozen parameters are left out.
+
+    Args:
+        model: Any module.
+        per_head: Whether to cut attention by head; otherwise query, key, value and output are one block each.
+        per_row: The roles cut into one block per output unit, out of `ROW_ROLES`.
+        overrides: `{name or pattern: Blocks or role}` that take the place of what would be found; patterns are those of
+            `fnmatch`. A role alone stands for one block of it. A layer of None is filled in from the name.
+
+    Returns:
+        `{parameter name: Blocks}` in the order of `model.named_parameters()`.
+
+    Raises:
+        ValueError: If a parameter can be read in more than one way, if an override fits no parameter or not its shape, or if
+            `per_row` holds a role that has no rows.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
+        >>> blocks = find_blocks(model)
+        >>> blocks["self_attn.in_proj_weight"].block_roles
+        ('query', 'query', 'key', 'key', 'value', 'value')
+        >>> blocks["self_attn.out_proj.weight"]
+        Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False))
+    """
+    if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
+        raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    layers = {name: _layer(name, lists) for name in names.values()}
+    chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
+    found = _find_layouts(model, per_head, per_row)
+    blocks: dict[str, Blocks] = {}
+    for parameter, name in names.items():
+        layout = found.get(parameter)
+        if name in chosen:
+            blocks[name] = chosen[name]
+        elif isinstance(layout, Ambiguity):
+            pattern = _pattern(name)
+            raise ValueError(
+                f"Cannot tell the blocks of {name!r} of shape {tuple(parameter.shape)}: {layout.reason}. Pass "
+                f"overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as {{{pattern!r}: 'other'}}."
+            )
+        elif layout is None:
+            blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
+        else:
+            blocks[name] = Blocks(layout.roles, None, layout.split)
+        if blocks[name].layer is None:
+            blocks[name] = blocks[name]._replace(layer=layers[name])
+        blocks[name].check(tuple(parameter.shape))
+    return blocks
+
+
+def _layer(name: str, lists: Collection[str]) -> int | None:
+    """The first index into one of the module lists that a name goes through, or else its first number."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    inside = [i for i in numbers if ".".join(parts[:i]) in lists]
+    return next((int(parts[i]) for i in (*inside, *numbers)), None)
+
+
+def _pattern(name: str) -> str:
+    """The name with its layer index replaced by `*`, so that one override serves all layers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _without_wrappers(name: str) -> str:
+    """The attribute under which a model holds a module, looking through what PEFT and `torch.compile` put around it."""
+    parts = name.split(".")
+    if len(parts) > 2 and parts[-2] == "modules_to_save":
+        parts = parts[:-2]
+    return next((part for part in reversed(parts) if part not in ("original_module", "base_layer", "_orig_mod")), "")
+
+
+def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Blocks]:
+    chosen: dict[str, Blocks] = {}
+    for pattern, value in overrides.items():
+        matched = [name for name in shapes if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"Invalid overrides key {pattern!r}: it matches no trainable parameter, such as {next(iter(shapes), None)!r}."
+            )
+        for name in matched:
+            blocks = Blocks((value,)) if isinstance(value, str) else Blocks(*value)
+            try:
+                blocks.check(shapes[name])
+            except ValueError as error:
+                raise ValueError(f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}") from None
+            chosen[name] = blocks
+    return chosen
+
+
+def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) -> layouts.Layouts:
+    """Layouts of all parameters that some module explains; the earlier a rule stands here, the higher its rank."""
+    modules = dict(model.named_modules())
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    passes: list[layouts.Layouts] = [{}, {}, {}, {}]
+    for name, module in modules.items():
+        attribute = _without_wrappers(name)
+        parent = modules.get(name.rpartition(".")[0]) if name else None
+        passes[0] |= _embedding_layouts(module, attribute, parent, per_row)
+        passes[1] |= layouts.attention_layouts(module, parent, per_head)
+        passes[2] |= layouts.mlp_layouts(module, per_row)
+        passes[3] |= _norm_layouts(module)
+        in_layer = any(part.isdecimal() for part in name.split("."))
+        if module is head or (attribute in layouts.HEAD_NAMES and not in_layer):
+            linear = layouts.read_linear(module)
+            if linear:
+                passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)
+    found: layouts.Layouts = {}
+    for rank in passes:
+        found = rank | found
+    return _unexplained_attention(modules, found) | found
+
+
+def _embedding_layouts(
+    module: nn.Module, attribute: str, parent: nn.Module | None, per_row: Collection[str]
+) -> layouts.Layouts:
+    found: layouts.Layouts = {}
+    if isinstance(module, nn.Embedding):
+        role = "position" if attribute in layouts.POSITION_NAMES else "embedding"
+        rows = Linear(module.weight, None, 0)
+        found |= layouts.rows_layouts(rows, (role,), per_row)
+    elif parent is not None and "PatchEmbed" in type(parent).__name__ and hasattr(module, "kernel_size"):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            found[parameter] = Layout(("bias",) if parameter_name == "bias" else ("embedding",), None)
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if parameter_name in layouts.POSITION_NAMES:
+            found[parameter] = Layout(("position",), None)
+        elif parameter_name in layouts.TOKEN_NAMES:
+            found[parameter] = Layout(("embedding",), None)
+    return found
+
+
+def _norm_layouts(module: nn.Module) -> layouts.Layouts:
+    if "Norm" not in type(module).__name__:
+        return {}
+    return {p: Layout(("norm",), None) for p in module.parameters(recurse=False) if p.ndim == 1}
+
+
+def _unexplained_attention(modules: dict[str, nn.Module], found: layouts.Layouts) -> layouts.Layouts:
+    """Linear maps held by a module named `…Attention` that no rule explained."""
+    unexplained: layouts.Layouts = {}
+    for module in modules.values():
+        if "Attention" in type(module).__name__:
+            for attribute, _ in module.named_children():
+                linear = layouts.find_linear(module, attribute)
+                if linear and linear.weight not in found:
+                    reason = f"{type(module).__name__}.{attribute} is a projection we do not know"
+                    unexplained[linear.weight] = Ambiguity(reason, "Blocks(roles=(...), split=...)")
+    return unexplained
+
+
+def param_groups(
+    model: nn.Module,
+    blocks: Mapping[str, Blocks] | None = None,
+    *,
+    weight_decay: float | None = None,
+    by: Literal["role", "parameter"] = "role",
+) -> list[dict[str, Any]]:
+    """Parameter groups that carry the blocks of `model`, for the optimizers of blockopt and of `torch.optim`.
+
+    Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and FSDP2 take it.
+
+    Args:
+        model: Any module.
+        blocks: What `find_blocks(model)` returns, with your own options; found here by default.
+        weight_decay: For tensors of two or more dimensions other than norms and biases, which get 0. None leaves it to the
+            optimizer.
+        by: One group a role (a fused matrix is a role of its own), or one a parameter.
+
+    Returns:
+        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and `weight_decay` where set.
+
+    Raises:
+        ValueError: If `blocks` does not cover the trainable parameters exactly.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
+        >>> [group["role"] for group in param_groups(model)]
+        ['query+key+value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
+    """
+    if by not in ("role", "parameter"):
+        raise ValueError(f"Invalid by={by!r}. Must be 'role' or 'parameter'.")
+    if weight_decay is not None and not 0.0 <= weight_decay < float("inf"):
+        raise ValueError(f"Invalid weight_decay={weight_decay}. Must be finite and >= 0.")
+    blocks = find_blocks(model) if blocks is None else blocks
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if blocks.keys() != trainable.keys():
+        missing, extra = sorted(trainable.keys() - blocks.keys()), sorted(blocks.keys() - trainable.keys())
+        raise ValueError(
+            f"Invalid blocks: without {missing[:3]}, and with {extra[:3]} that the model does not train. They must match."
+        )
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        blocks[name].check(tuple(parameter.shape))
+        role = "+".join(dict.fromkeys(blocks[name].roles))
+        decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(blocks[name].roles)
+        key = (role if by == "role" else name, decayed)
+        group = groups.setdefault(key, {"params": [], "blocks": [], "role": role})
+        if not decayed:
+            group["weight_decay"] = 0.0
+        elif weight_decay is not None:
+            group["weight_decay"] = weight_decay
+        group["params"].append((name, parameter))
+        group["blocks"].append(to_plain(blocks[name]))
+    return list(groups.values())

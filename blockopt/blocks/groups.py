@@ -1,0 +1,102 @@
+"""Groups of blocks that share a number: those of a role, of a role in a layer, of a role in a tensor, or each block alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks.blocks import Blocks
+from blockopt.checks import check_choice
+
+Level = Literal["role", "layer", "tensor", "head"]
+
+
+class BlockGroup(NamedTuple):
+    """What the blocks of a group have in common; None where they differ, or where there is nothing to tell.
+
+    Attributes:
+        role: Their role.
+        layer: The layer that holds them.
+        parameter: The parameter that holds them.
+        head: The number of a single block among those of its role in its parameter.
+
+    Example:
+        >>> print(BlockGroup("query"), BlockGroup("query", 3), BlockGroup("query", 3, "h.3.attn.weight", 1), sep="; ")
+        query; layer 3 query; h.3.attn.weight query head 1
+    """
+
+    role: str
+    layer: int | None = None
+    parameter: str | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        if self.parameter is None:
+            return self.role if self.layer is None else f"layer {self.layer} {self.role}"
+        if self.head is None:
+            return f"{self.parameter} {self.role}"
+        unit = "head" if self.role in ("query", "key", "value", "output") else "block"
+        return f"{self.parameter} {self.role} {unit} {self.head}"
+
+
+def block_groups(blocks: Mapping[str, Blocks], by: Level) -> tuple[list[BlockGroup], dict[str, Tensor]]:
+    """The groups of blocks at a level, and for each parameter the number of the group that each of its blocks is in.
+
+    Args:
+        blocks: What `find_blocks(model)` returns.
+        by: "role", all blocks of a role; "layer", those of a role in layers of one index; "tensor", those of a role in one
+            parameter; "head", each block alone.
+
+    Example:
+        >>> from blockopt.blocks import Split
+        >>> blocks = {"w": Blocks(("query", "key"), 0, Split(dim=0, sizes=(4, 4), parts=(2, 2)))}
+        >>> groups, numbers = block_groups(blocks, "tensor")
+        >>> [str(group) for group in groups], numbers["w"]
+        (['w query', 'w key'], tensor([0, 0, 1, 1]))
+    """
+    check_choice("by", by, get_args(Level))
+    found: dict[BlockGroup, int] = {}
+    numbers = {}
+    for name, entry in blocks.items():
+        if by == "head":
+            seen: Counter[str] = Counter()
+            for role in entry.block_roles:
+                found[BlockGroup(role, entry.layer, name, seen[role])] = len(found)
+                seen[role] += 1
+            numbers[name] = torch.arange(len(found) - entry.num_blocks, len(found))
+        else:
+            layer, parameter = {"role": (None, None), "layer": (entry.layer, None), "tensor": (entry.layer, name)}[by]
+            groups = [BlockGroup(role, layer, parameter) for role in entry.roles]
+            numbers[name] = per_block([found.setdefault(group, len(found)) for group in groups], entry)
+    return list(found), numbers
+
+
+def per_block(values: list[Any], entry: Blocks) -> Tensor:
+    """One value for each section of a parameter, given to each block of that section."""
+    if entry.split is None:
+        return torch.tensor(values)
+    once = torch.tensor(values).repeat_interleave(torch.tensor(entry.split.parts))
+    return once.repeat(1 if entry.split.pooled else entry.split.repeat)
+
+
+def by_name(values: Tensor, blocks: Mapping[str, Blocks]) -> dict[str, Tensor]:
+    """The values of all blocks in a row, as `{parameter name: those of its blocks}`."""
+    return dict(zip(blocks, values.split([entry.num_blocks for entry in blocks.values()])))
+
+
+def sum_groups(values: Mapping[str, Tensor], numbers: Mapping[str, Tensor], count: int) -> Tensor:
+    """The sum over the blocks of each group, in float64 on the CPU.
+
+    Args:
+        values: `{parameter name: one value per block}`.
+        numbers: The group of each block, as `block_groups` returns it.
+        count: How many groups there are.
+    """
+    total = torch.zeros(count, dtype=torch.float64)
+    for name, value in values.items():
+        total.index_add_(0, numbers[name], value.to("cpu", torch.float64))
+    return total

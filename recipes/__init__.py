@@ -1,0 +1,1 @@
+"""Readable training scripts on the parts of blockopt: the files here are the entry points."""

@@ -1,0 +1,191 @@
+"""Checkpoints that survive a kill, a full disk and a broken file; and a lock on the folder of a run.
+
+    checkpoints/step-00000200.pt            what `torch.save` writes; the file has this name only once it is whole and on disk
+    checkpoints/step-00000200.pt.sha256     its checksum, for us and for `sha256sum -c`
+    run.lock, run.holder                    held by the process that trains, and who that is
+
+A file is written under another name, forced to disk, and renamed, which is atomic: at any moment a reader sees the old
+checkpoints or the old ones and the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from recipes.common.files import sha256, write_whole
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says what is left."""
+
+
+class RunIsLockedError(RuntimeError):
+    """Another process trains in the same folder."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, the newest `keep` of them.
+
+    Args:
+        folder: Made if need be.
+        keep: How many to keep. With two, one that turns out to be broken has another before it.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
+        >>> for step in (10, 20, 30):
+        ...     _ = checkpoints.save(step, {"weight": torch.tensor([1.0 * step])})
+        >>> checkpoints.steps(), checkpoints.load_latest()
+        ([20, 30], (30, {'weight': tensor([30.])}))
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"Invalid keep={keep}. Must be an integer >= 1.")
+        self.folder, self.keep = Path(folder), keep
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"step-{step:08d}.pt"
+
+    def steps(self) -> list[int]:
+        """The steps that there is a checkpoint of, from old to new."""
+        found = [re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt")]
+        return sorted(int(match[1]) for match in found if match)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of a step, then delete those that are too old.
+
+        Args:
+            step: How many steps are done.
+            state: Numbers, strings and tensors, nested; what `torch.load(weights_only=True)` takes.
+
+        Raises:
+            CheckpointError: If it could not be written, such as on a full disk. Those before it are as they were.
+        """
+        path, part = self.path(step), self.folder / f".{self.path(step).name}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            # First the checksum: where the checkpoint is, so is its checksum, whenever the process ends.
+            write_whole(_checksum_path(path), f"{sha256(part)}  {path.name}\n")
+            part.replace(path)
+            _sync_folder(self.folder)
+        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of some errors of the disk
+            part.unlink(missing_ok=True)
+            raise CheckpointError(f"The checkpoint of step {step} could not be written: {error}. {self._left()}") from error
+        for old in self.steps()[: -self.keep]:
+            self.path(old).unlink(missing_ok=True)
+            _checksum_path(self.path(old)).unlink(missing_ok=True)
+        return path
+
+    def load_latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and state of the newest checkpoint that is whole, or None if there is none at all.
+
+        One that is not, such as one that was cut off by a copy, is passed over with a warning, and the one before it is taken.
+
+        Raises:
+            CheckpointError: If there are checkpoints, and none of them is whole.
+        """
+        for part in self.folder.glob(".step-*.part"):  # of a run that was killed while it wrote
+            part.unlink(missing_ok=True)
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return step, load_checkpoint(self.path(step))
+            except CheckpointError as error:
+                before = [other for other in steps if other < step]
+                then = f"Going on from step {before[-1]} instead." if before else "There is none before it."
+                warnings.warn(f"{error} {then}", stacklevel=2)
+        if steps:
+            raise CheckpointError(f"None of the {len(steps)} checkpoints in {self.folder} is whole. Start in another folder.")
+        return None
+
+    def describe_last(self) -> str:
+        """The newest file and its step, in words."""
+        steps = self.steps()
+        return f"{self.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
+
+    def _left(self) -> str:
+        steps = self.steps()
+        if not steps:
+            return f"There is no other in {self.folder}."
+        return f"That of step {steps[-1]} is as it was, {self.path(steps[-1])}: make room, and resume from it."
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a file, after a look at its checksum.
+
+    Raises:
+        CheckpointError: If the file is not what was written, or is missing.
+    """
+    try:
+        expected = _checksum_path(path).read_text(encoding="ascii").split()[0]
+        found = sha256(path)
+        if found != expected:
+            size = path.stat().st_size
+            raise CheckpointError(f"The checkpoint {path} ({size:,} bytes) is cut off or damaged: its checksum is wrong.")
+        return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"The checkpoint {path} or its checksum cannot be read: {error}.") from error
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run: the system takes the lock from a process that ends, however it ends, so none is ever stale.
+
+    Raises:
+        RunIsLockedError: If another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(folder / "run.lock"), folder / "run.holder"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunIsLockedError(
+            f"Another run trains in {folder} ({_holder(holder)}). Choose another folder, or end it."
+        ) from None
+    try:
+        about = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        write_whole(holder, json.dumps(about))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, KeyError):
+        return "which has not said yet who it is"
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a loss of power, where the system has a way to ask for it."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

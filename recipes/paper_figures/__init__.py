@@ -1,0 +1,1 @@
+"""What `figures.py` is made of."""

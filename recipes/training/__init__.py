@@ -1,0 +1,1 @@
+"""What `train.py` and `train_hf.py` are made of."""

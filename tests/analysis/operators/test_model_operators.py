@@ -1,0 +1,365 @@
+"""Products of the Hessian, Gauss-Newton and functional operators, against torch.func, curvlinops and explicit Jacobians.
+
+Judges are `jvp` or `jacfwd` of `torch.func.grad`: `torch.func.hessian`, and with it curvlinops' Hessian, differentiate a
+`jacrev`, which gives wrong second derivatives of `layer_norm` in its weight and input (seen with torch 2.13).
+"""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from blockopt import find_blocks
+from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
+from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
+from tests.helpers.dense_hessians import Net, build, hessian, language_loss, tokens_of
+from tests.helpers.models import FAMILIES, block_index, loss_of
+from tests.helpers.optimizers import tiny_gpt, token_loss
+from tests.measure.test_loss_curvature import LOSSES, exact
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in a library that curvlinops imports
+    import curvlinops
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch.func.jvp uses it
+OPERATORS = (HessianOperator, GaussNewtonOperator, FunctionalOperator)
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_near(found, expected, tolerance=1e-9):
+    assert found.shape == expected.shape
+    assert float(expected.norm()) > 0
+    assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+class Wrapped(nn.Module):
+    """A module whose forward is the closure, so that `functional_call` can exchange the parameters under it."""
+
+    def __init__(self, model, closure):
+        super().__init__()
+        self.model, self.closure = model, closure
+
+    def forward(self):
+        return self.closure()
+
+
+def functional_loss(model, closure):
+    wrapped = Wrapped(model, closure)
+    return lambda parameters: functional_call(wrapped, {f"model.{name}": p for name, p in parameters.items()}, ())
+
+
+def hessian_product(model, closure, tangents, forward=True):
+    """{name: H v} by forward over reverse, or reverse over reverse where there is no forward derivative."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    gradient = grad(functional_loss(model, closure))
+    with sdpa_kernel(SDPBackend.MATH):
+        if forward:
+            return jvp(gradient, (parameters,), (tangents,))[1]
+        return grad(lambda at: sum((g * tangents[name]).sum() for name, g in gradient(at).items()))(parameters)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "attention", "phi3", "bert", "nanogpt", "cnn", "lora-gpt2"])
+def test_families(family):
+    model = FAMILIES[family]().double()
+    closure = partial(loss_of, family, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss is of torch.float32")
+        H, G, R = (cls(model, closure, blocks=find_blocks(model, per_row=())) for cls in OPERATORS)
+    assert H.dtype == torch.float64
+    assert H.names == tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    v = normal(H.shape[0], 2)
+    products = H @ v
+    model.eval()
+    for column in range(2):
+        expected = hessian_product(model, closure, H.to_dict(v[:, column]), forward=family != "attention")
+        # transformers casts logits to float32 for the loss
+        assert_near(products[:, column], H.to_vector(expected), 1e-5)
+        assert_near(H @ v[:, column], products[:, column], 1e-5)
+    assert_near(G @ v + R @ v, products, 1e-5)
+    heads = [label for label in H.blocks() if "head 1" in label]
+    assert heads or family in ("cnn", "lora-gpt2")
+    label = heads[-1] if heads else list(H.blocks())[-1]
+    part, entries = H.block(label), H.entries(label)
+    inside = torch.zeros_like(v)
+    inside[entries] = v[entries]
+    assert_near(part @ v[entries], (H @ inside)[entries], 1e-5)
+
+
+def test_labels_of_a_model():
+    model = tiny_gpt(dtype=torch.float64)
+    H = HessianOperator(model, lambda: token_loss(model), blocks=find_blocks(model, per_row=("mlp_out",)))
+    blocks = H.blocks()
+    assert sum(part.shape[0] for part in blocks.values()) == H.shape[0]
+    assert list(blocks)[:7] == ["wte.weight embedding", "wpe.weight position", "h.0.ln_1.weight norm", "h.0.ln_1.bias norm",
+                                "h.0.attn.c_attn.weight query head 0", "h.0.attn.c_attn.weight query head 1",
+                                "h.0.attn.c_attn.weight key head 0"]  # fmt: skip
+    assert "h.1.mlp.c_proj.weight mlp_out row 15" in blocks
+    assert len({tuple(H.entries(label).tolist()) for label in blocks}) == len(blocks)
+    assert blocks["h.0.attn.c_attn.weight query head 1"].names == ("h.0.attn.c_attn.weight",)
+    assert repr(blocks["wte.weight embedding"]).startswith("HessianOperator(304 x 304, wte.weight, block 0")
+    columns = HessianOperator(m := FAMILIES["gpt2"](), partial(loss_of, "gpt2", m)).blocks()  # Conv1D: units are columns
+    assert "transformer.h.0.mlp.c_fc.weight mlp_in column 63" in columns
+    assert "transformer.wte.weight embedding row 19" in columns
+
+
+@pytest.mark.parametrize("cls", OPERATORS)
+def test_blocks_are_submatrices(cls):
+    model = build(groups=1, layers=2)
+    A = cls(model, language_loss(model))
+    whole = A @ torch.eye(A.shape[0], dtype=A.dtype)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    blocks = find_blocks(model)
+    starts = dict(zip(shapes, torch.tensor([0, *[torch.Size(s).numel() for s in shapes.values()]]).cumsum(0).tolist()))
+    for label, part in A.blocks().items():
+        name, index = part.names[0], part._index
+        where = starts[name] + (block_index(shapes[name], blocks[name].split) == index).flatten().nonzero().flatten()
+        torch.testing.assert_close(A.entries(label), where)
+        expected = whole[where][:, where]
+        found = part @ torch.eye(part.shape[0], dtype=A.dtype)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12 * float(whole.abs().max()))
+    some = A.restrict(["layers.1.q_proj.weight", "embedding.weight"])
+    assert some.names == ("embedding.weight", "layers.1.q_proj.weight")  # in the order of the model
+    where = torch.cat([A.entries(name) for name in some.names])
+    named = cls(model, language_loss(model), names=reversed(some.names))
+    assert named.names == some.names
+    for part in (some, named):
+        assert_near(part @ torch.eye(len(where), dtype=A.dtype), whole[where][:, where])
+
+
+def test_hessian_equals_row_by_row():
+    model = build(Net, layers=2, top=nn.LayerNorm(6))
+    closure = language_loss(model)
+    H = HessianOperator(model, closure)
+    _, expected = hessian(model, closure)
+    assert_near(H @ torch.eye(H.shape[0], dtype=H.dtype), expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gauss_newton_of_every_loss(name):
+    """J by `jacrev` and Λ by autograd, for predictions that are not linear in the parameters."""
+    prediction, loss_of_prediction = LOSSES[name]
+    model = nn.ParameterDict({"a": normal(3, seed=4), "b": normal(*prediction.shape, seed=5)})
+    mix = normal(3, prediction.numel(), seed=6)
+
+    def predict(parameters):
+        return (parameters["a"].tanh() @ mix).view_as(prediction) * parameters["b"] ** 2 + prediction
+
+    def closure():
+        return loss_of_prediction(predict(model))
+
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    jacobian = jacrev(predict)(parameters)
+    J = torch.cat([jacobian[n].reshape(prediction.numel(), -1) for n in parameters], 1)
+    expected = J.T @ exact(predict(parameters), loss_of_prediction) @ J
+    H, G, R = (cls(model, closure) for cls in OPERATORS)
+    unit = torch.eye(G.shape[0], dtype=G.dtype)
+    assert_near(G @ unit, expected, 1e-11)
+    full = torch.autograd.functional.hessian(
+        lambda flat: loss_of_prediction(predict(H.to_dict(flat) if not flat.requires_grad else split(flat, model))),
+        H.to_vector(parameters),
+    )
+    assert_near(H @ unit, full, 1e-11)
+    assert_near(R @ unit, full - expected, 1e-10)
+
+
+def split(flat, model):
+    sizes = [p.numel() for p in model.parameters()]
+    return {n: part.view_as(p) for (n, p), part in zip(model.named_parameters(), flat.split(sizes))}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_product_with_the_curvature_of_the_loss(name):
+    prediction, loss_of_prediction = LOSSES[name]
+    leaf = prediction.clone().requires_grad_()
+    with CaptureLosses() as seen:
+        loss = loss_of_prediction(leaf)
+    curvature = LossCurvature(loss, seen.calls)
+    u = normal(*prediction.shape, seed=9)
+    found = sum(curvature.product([u] * len(curvature.predictions)))
+    torch.testing.assert_close(found.flatten(), exact(prediction, loss_of_prediction) @ u.flatten(), rtol=1e-12, atol=1e-14)
+
+
+def test_curvlinops_with_ragged_batches():
+    """Batches of 2, 5 and 1 sequences, averaged by their numbers of tokens and not one by one."""
+    model = build(layers=2, top=nn.RMSNorm(6))
+    data = [tokens_of(number, 4, seed=number) for number in (2, 5, 1)]
+    model.eval()
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens):
+            return self.model(tokens).flatten(0, 1)
+
+    def closure(tokens, targets):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()), targets.numel()
+
+    closures = (partial(closure, *batch) for batch in data)  # a generator serves many products
+    H = HessianOperator(model, closures)
+    G = GaussNewtonOperator(model, [partial(closure, *batch) for batch in data])
+    pairs = [(tokens, targets.flatten()) for tokens, targets in data]
+    v = normal(H.shape[0], 3)
+    with sdpa_kernel(SDPBackend.MATH):
+        for ours, theirs in ((H, curvlinops.HessianLinearOperator), (G, curvlinops.GGNLinearOperator)):
+            options = {"batch_size_fn": torch.numel, "check_deterministic": False}
+            expected = theirs(Rows(), nn.CrossEntropyLoss(), list(model.parameters()), pairs, **options) @ v
+            assert_near(ours @ v, expected)
+            assert_near(ours @ v, expected)
+    unweighted = HessianOperator(model, [lambda batch=batch: closure(*batch)[0] for batch in data])
+    assert float((unweighted @ v - H @ v).norm() / (H @ v).norm()) > 1e-2
+
+
+def test_squared_error_equals_curvlinops():
+    model = FAMILIES["attention"]().double().eval()
+    x, y = normal(2, 6, 16), normal(2, 6, 16, seed=1)
+    H, G, R = (cls(model, lambda: F.mse_loss(model(x), y)) for cls in OPERATORS)
+    v = normal(H.shape[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        options = {"check_deterministic": False}
+        theirs = [
+            cls(model, nn.MSELoss(), list(model.parameters()), [(x, y)], **options) @ v
+            for cls in (curvlinops.HessianLinearOperator, curvlinops.GGNLinearOperator)
+        ]
+    assert_near(H @ v, theirs[0])
+    assert_near(G @ v, theirs[1])
+    assert_near(R @ v, theirs[0] - theirs[1])
+
+
+def test_functional_part_keeps_its_digits():
+    """In float32 the difference of H and G would leave rounding where the functional part is zero: the output projection."""
+    model = build().float()
+    R = FunctionalOperator(model, language_loss(model), names=["layers.0.o_proj.weight"])
+    G = GaussNewtonOperator(model, language_loss(model), names=["layers.0.o_proj.weight"])
+    v = normal(R.shape[0], dtype=torch.float32)
+    assert float((G @ v).abs().max()) > 1e-3
+    assert not (R @ v).any()
+
+
+def test_what_else_the_loss_holds_belongs_to_the_functional_part():
+    model = build()
+    plain = language_loss(model)
+
+    def closure():
+        return plain() + 0.3 * model.head.weight.pow(4).sum()
+
+    with pytest.warns(UserWarning, match="left out of Gauss-Newton"):
+        G, R = (cls(model, closure) @ normal(HessianOperator(model, closure).shape[0]) for cls in OPERATORS[1:])
+    H = HessianOperator(model, closure)
+    v = normal(H.shape[0])
+    assert_near(G, GaussNewtonOperator(model, plain) @ v)
+    assert_near(G + R, H @ v)
+
+
+def test_large_vocabulary_without_its_square():
+    vocabulary = 300_000  # its square would be 360 GB
+    model = nn.Linear(2, vocabulary, bias=False)
+    x, y = normal(3, 2, dtype=torch.float32), torch.tensor([0, 7, vocabulary - 1])
+    G = GaussNewtonOperator(model, lambda: F.cross_entropy(model(x), y))
+    H = HessianOperator(model, lambda: F.cross_entropy(model(x), y))
+    v = normal(G.shape[0], dtype=torch.float32)
+    assert_near(G @ v, H @ v, 1e-5)
+
+
+def test_tied_frozen_and_unused_parameters():
+    model = tiny_gpt(dtype=torch.float64)
+    model.unused = nn.Parameter(normal(3))
+    model.h[0].requires_grad_(False)
+    closure = partial(token_loss, model)
+    H, G, R = (cls(model, closure) for cls in OPERATORS)
+    assert "wte.weight" in H.names
+    assert "lm_head.weight" not in H.names  # tied
+    assert not any(name.startswith("h.0.") for name in H.names)
+    v = normal(H.shape[0])
+    assert_near(H @ v, H.to_vector(hessian_product(model, closure, H.to_dict(v))))
+    for A in (H, G, R):
+        assert not (A @ v)[H.entries("unused")].any()
+        assert not (A.block("unused") @ normal(3, 2)).any()
+    with pytest.raises(ValueError, match=r"'lm_head.weight' is none of the trainable.*first of its names"):
+        HessianOperator(model, closure, names=["lm_head.weight"])
+    with pytest.raises(ValueError, match=r"'h.0.ln_1.weight' is none of the trainable"):
+        HessianOperator(model, closure, names=["h.0.ln_1.weight"])
+    model.unused.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'unused' is trainable no more. Make a new HessianOperator"):
+        H @ v
+
+
+def test_loss_linear_in_the_parameters_has_no_curvature():
+    model = nn.Linear(3, 1)
+    H = HessianOperator(model, lambda: model(torch.ones(2, 3)).mean())
+    assert not (H @ torch.ones(4)).any()
+    assert not (H @ torch.ones(4, 5)).any()
+
+
+def test_dtypes():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).double())
+    x = normal(3, 2, dtype=torch.float32)
+
+    def closure():
+        return model[1](model[0](x).tanh().double()).square().mean()
+
+    H = HessianOperator(model, closure)
+    assert H.dtype == torch.float64
+    assert {p.dtype for p in H.to_dict(torch.ones(9, dtype=torch.float64)).values()} == {torch.float32, torch.float64}
+    v = normal(9)
+    double = copy.deepcopy(model).double()
+    D = HessianOperator(double, lambda: double[1](double[0](x.double()).tanh()).square().mean())
+    assert_near(H @ v, D @ v, 1e-5)
+    half = copy.deepcopy(model).bfloat16()
+    B = HessianOperator(half, lambda: half(x.bfloat16()).square().mean())
+    assert (B @ v.bfloat16()).dtype == torch.bfloat16
+
+
+def test_round_trip_of_vectors():
+    model = build()
+    H = HessianOperator(model, language_loss(model))
+    v = normal(H.shape[0])
+    values = H.to_dict(v)
+    assert [tuple(x.shape) for x in values.values()] == [tuple(p.shape) for p in model.parameters()]
+    assert torch.equal(H.to_vector(values), v)
+    head = H.block("layers.0.q_proj.weight", 1)
+    inside = head.to_dict(v[: head.shape[0]])["layers.0.q_proj.weight"]
+    assert not inside[:4].any()
+    assert torch.equal(inside[4:].flatten(), v[: head.shape[0]])
+    assert torch.equal(head.to_vector({**values, "layers.0.q_proj.weight": inside}), v[: head.shape[0]])
+
+
+def test_replaced_parameters_are_found():
+    model = build()
+    H = HessianOperator(model, language_loss(model))
+    other = build(spread=0.3)
+    model.load_state_dict(other.state_dict(), assign=True)
+    v = normal(H.shape[0])
+    assert_near(H @ v, HessianOperator(other, language_loss(other)) @ v, 1e-14)
+
+
+def test_no_warning_from_products():
+    model = FAMILIES["gpt_neox"]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cls in OPERATORS:
+            A = cls(model, partial(loss_of, "gpt_neox", model))
+            assert (A @ torch.ones(A.shape[0], 2)).isfinite().all()
+            assert A._at_once > 1
+
+
+def test_layer_norm_against_differences_of_gradients():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    x, y = normal(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    H = HessianOperator(model, lambda: F.cross_entropy(model(x), y))
+    v, start, step = normal(H.shape[0]), H.to_vector(dict(model.named_parameters())), 1e-5
+
+    def gradient(at):
+        return H.to_vector(grad(lambda p: F.cross_entropy(functional_call(model, p, (x,)), y))(H.to_dict(at)))
+
+    assert_near(H @ v, (gradient(start + step * v) - gradient(start - step * v)) / (2 * step), 1e-7)

@@ -1,0 +1,310 @@
+"""The report on the curvature of a model, against matrices that autograd builds entry by entry."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from blockopt import find_blocks
+from blockopt.analysis.report import hessian_report
+from blockopt.cli.local_model import load_model, next_token_losses
+
+GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
+LLAMA = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 13,
+}
+
+
+def exact_matrix(model, ids, names):
+    """The Hessian of the mean cross-entropy of the next token in some parameters, flattened one after another."""
+    parameters = dict(model.named_parameters())
+    sizes = [parameters[name].numel() for name in names]
+
+    def loss(vector):
+        pieces = {name: piece.view_as(parameters[name]) for name, piece in zip(names, vector.split(sizes))}
+        logits = torch.func.functional_call(model, pieces, kwargs={"input_ids": ids}).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    model.eval()
+    start = torch.cat([parameters[name].detach().flatten() for name in names])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.autograd.functional.hessian(loss, start)
+
+
+def small_model(kind="gpt2", sequences=3, length=8, **entries):
+    model = load_model(kind, {**(GPT2 if kind == "gpt2" else LLAMA), **entries}, seed=1).model.double()
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():  # farther from zero than at the start: queries and keys have curvature then
+        p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    ids = torch.randint(0, model.config.vocab_size, (sequences, length), generator=generator)
+    return model, ids
+
+
+def entries_of(model, names, blocks, wanted):
+    """Where the blocks of a role lie, by marking the entries of each parameter."""
+    parameters, marks = dict(model.named_parameters()), []
+    for name in names:
+        mark = torch.zeros(parameters[name].shape, dtype=torch.bool)
+        split = blocks[name].split
+        if split is None:
+            mark[...] = blocks[name].roles[0] == wanted
+        else:
+            start = 0
+            for role, size in zip(blocks[name].roles, split.sizes):
+                mark.movedim(split.dim, 0)[start : start + size] = role == wanted
+                start += size
+        marks.append(mark.flatten())
+    return torch.cat(marks)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_roles_of_small_blocks_are_exact(kind):
+    model, ids = small_model(kind)
+    names = [name for name, _ in model.named_parameters()]
+    H = exact_matrix(model, ids, names)
+    report = hessian_report(model, next_token_losses(model, ids, 8), num_steps=13, num_starts=8, top=3)
+    blocks = find_blocks(model, per_head=False, per_row=())
+    tolerance = 1e-9 if kind == "gpt2" else 1e-5  # RMSNorm runs in float32
+    assert sum(block.dimension for block in report.blocks.values()) == len(H)
+    for label, block in report.blocks.items():
+        where = entries_of(model, names, blocks, label)
+        own = H[where][:, where]
+        values = torch.linalg.eigvalsh(own)
+        scale = float(own.norm())
+        assert block.exact
+        assert block.dimension == len(own)
+        assert block.trace.value == pytest.approx(float(own.trace()), abs=tolerance * scale)
+        assert block.frobenius.value == pytest.approx(scale, rel=tolerance)
+        assert block.trace.standard_error == block.frobenius.standard_error == 0
+        torch.testing.assert_close(block.spectrum.nodes, values, rtol=0, atol=tolerance * scale)
+        by_size = values.abs().sort(descending=True).values
+        torch.testing.assert_close(block.top.abs(), by_size[:3], rtol=0, atol=tolerance * scale)
+    assert report.loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
+
+
+def test_estimates_agree_with_the_exact_matrix_within_their_errors():
+    model, ids = small_model(n_inner=16)
+    names = [name for name, _ in model.named_parameters()]
+    H = exact_matrix(model, ids, names)
+    blocks = find_blocks(model, per_head=False, per_row=())
+    report = hessian_report(model, next_token_losses(model, ids, 8), num_probes=40, num_steps=12, num_starts=2, top=2)
+    estimated = [label for label, block in report.blocks.items() if not block.exact]
+    assert {"embedding", "mlp_in", "mlp_out"} <= set(estimated)
+    for label, block in report.blocks.items():
+        own = H[entries_of(model, names, blocks, label)][:, entries_of(model, names, blocks, label)]
+        trace, norm = float(own.trace()), float(own.norm())
+        assert abs(block.trace.value - trace) <= 4 * block.trace.standard_error + 1e-9 * norm
+        assert abs(block.frobenius.value - norm) <= 4 * block.frobenius.standard_error + 1e-9 * norm
+        assert block.frobenius.standard_error < 0.3 * norm
+        values = torch.linalg.eigvalsh(own)
+        top = values[values.abs().argsort(descending=True)][:2]
+        torch.testing.assert_close(block.top, top, rtol=0, atol=2e-4 * float(top[0].abs()))
+    whole = report.whole
+    assert abs(whole.trace.value - float(H.trace())) <= 4 * whole.trace.standard_error
+    assert abs(whole.frobenius.value - float(H.norm())) <= 4 * whole.frobenius.standard_error
+    assert float(whole.top[0]) == pytest.approx(_farthest(torch.linalg.eigvalsh(H)), rel=2e-4)
+    groups = [entries_of(model, names, blocks, label) for label in report.blocks]
+    diagonal = sum(float(H[where][:, where].square().sum()) for where in groups)
+    share = report.mass.off_diagonal
+    assert abs(share.value - (1 - diagonal / float(H.square().sum()))) <= 4 * share.standard_error
+
+
+def _farthest(values):
+    return float(values[values.abs().argmax()])
+
+
+def test_standard_errors_are_those_of_repeated_runs():
+    model, ids = small_model(n_inner=16)
+    losses = next_token_losses(model, ids, 8)
+    found = [
+        hessian_report(
+            model, losses, only=["mlp.*.weight"], num_probes=6, num_starts=0, generator=torch.Generator().manual_seed(seed)
+        )
+        for seed in range(15)
+    ]
+    for what in ("trace", "frobenius"):
+        estimates = [getattr(report.whole, what) for report in found]
+        spread = torch.tensor([e.value for e in estimates]).std()
+        claimed = torch.tensor([e.standard_error for e in estimates]).square().mean().sqrt()
+        assert 0.6 < float(claimed / spread) < 1.6
+
+
+def test_the_whole_is_more_than_its_blocks_and_batches_make_no_difference():
+    model, ids = small_model()
+    one = hessian_report(model, next_token_losses(model, ids, 3), only=["mlp.*"])
+    many = hessian_report(model, next_token_losses(model, ids, 2), only=["mlp.*"])  # a batch of 2 and a smaller one of 1
+    assert one.whole.trace.value == pytest.approx(sum(b.trace.value for b in one.blocks.values()), rel=1e-12)
+    for label, block in one.blocks.items():
+        assert many.blocks[label].trace.value == pytest.approx(block.trace.value, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(many.blocks[label].top, block.top, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(many.mass.matrix, one.mass.matrix, rtol=1e-9, atol=1e-15)
+
+
+def test_gauss_newton_and_the_functional_part_sum_to_the_hessian():
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    traces = {
+        matrix: hessian_report(model, losses, matrix=matrix, by="tensor", only=["attn.*"]).blocks
+        for matrix in ("hessian", "gauss-newton", "functional")
+    }
+    for label, block in traces["hessian"].items():
+        outer, functional = traces["gauss-newton"][label], traces["functional"][label]
+        assert block.trace.value == pytest.approx(outer.trace.value + functional.trace.value, rel=1e-9, abs=1e-10)
+        assert outer.negative.of_mass == 0
+        assert float(outer.top[0]) >= 0
+
+
+@pytest.mark.parametrize("by", ["layer", "tensor", "head"])
+def test_every_cut_covers_all_parameters(by):
+    model, ids = small_model()
+    report = hessian_report(model, next_token_losses(model, ids, 8), by=by, num_probes=2, num_starts=0)
+    assert sum(block.dimension for block in report.blocks.values()) == sum(p.numel() for p in model.parameters())
+    label = {"layer": "0.query", "tensor": "attn.c_attn.weight:query", "head": "attn.c_attn.weight query head 1"}[by]
+    (found,) = [block for name, block in report.blocks.items() if name.endswith(label)]
+    assert found.dimension == (8 if by == "head" else 16)
+
+
+def test_a_head_is_its_own_columns():
+    model, ids = small_model()
+    name = "transformer.h.0.attn.c_attn.weight"
+    report = hessian_report(model, next_token_losses(model, ids, 8), by="head", only=["c_attn.weight"])
+    H = exact_matrix(model, ids, [name])
+    where = torch.arange(48).reshape(4, 12)[:, 6:8].flatten()  # keys of the second head: columns 6 and 7 of 12
+    own = H[where][:, where]
+    block = report.blocks[f"{name} key head 1"]
+    torch.testing.assert_close(block.spectrum.nodes, torch.linalg.eigvalsh(own), rtol=0, atol=1e-12)
+    assert report.whole.dimension == 48
+    assert report.whole.trace.value == pytest.approx(float(H.trace()), rel=1e-9)
+
+
+def test_only_takes_the_names_with_and_without_what_is_around():
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    short = hessian_report(model, losses, only=["h.0.mlp.*"], num_starts=0)
+    full = hessian_report(model, losses, only=["transformer.h.0.mlp.*"], num_starts=0)
+    assert list(short.blocks) == ["mlp_in", "mlp_out", "bias"]
+    assert short.rows() == full.rows()
+    with pytest.raises(ValueError, match="Invalid only='nothing'"):
+        hessian_report(model, losses, only=["h.0.mlp.*", "nothing"])
+
+
+def test_without_starts_there_are_no_spectra():
+    model, ids = small_model()
+    report = hessian_report(model, next_token_losses(model, ids, 8), num_starts=0)
+    assert report.distance == {}
+    assert {block.spectrum for block in report.blocks.values()} == {None}
+    assert all(line.split()[-1] == "-" for line in report.table().splitlines()[1:])
+    assert report.rows()[0]["negative_of_mass"] is None
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_exact_builds_every_block_however_few_steps_there_are():
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    report = hessian_report(model, losses, exact=True, num_steps=2, num_starts=1)
+    assert all(block.exact for block in report.blocks.values())
+    assert not report.whole.exact
+    assert len(report.blocks["embedding"].spectrum.nodes) == report.blocks["embedding"].dimension == 44
+
+
+def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
+    from blockopt.analysis.operators.model_operators import HessianOperator
+
+    model, ids = small_model()
+    columns, told = [], []
+    original = HessianOperator.__matmul__
+
+    def counting(self, v):
+        columns.append(1 if v.ndim == 1 else v.shape[1])
+        return original(self, v)
+
+    monkeypatch.setattr(HessianOperator, "__matmul__", counting)
+
+    def announce(cost):
+        told.append((cost, sum(columns)))
+
+    report = hessian_report(
+        model, next_token_losses(model, ids, 8), exact=True, num_starts=0, only=["mlp.*"], announce=announce
+    )
+    ((cost, before),) = told
+    assert before == 3  # two for the symmetry, one for the clock
+    assert report.cost == cost
+    assert cost.seconds_per_product > 0
+    done = sum(columns) - before
+    blocks = sum(min(20, b.dimension) + b.dimension for b in report.blocks.values())
+    assert blocks < done < blocks + 60  # and the top eigenvalue of the whole, for which 25 were foreseen
+    assert cost.num_products == blocks + 25
+
+
+def test_tables_fit_and_long_labels_keep_both_ends():
+    model, ids = small_model("llama")
+    losses = next_token_losses(model, ids, 8)
+    report = hessian_report(model, losses, by="head", only=["self_attn.*"], num_probes=2, num_starts=0, top=9)
+    for table in (report.table(), report.eigenvalue_table(), report.table(80)):
+        widths = {len(line) for line in table.splitlines()}
+        assert len(widths) == 1
+        assert widths.pop() <= 100
+    assert report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")  # without what all labels share
+    assert report.table(80).splitlines()[1].startswith("q_pro…head 0  ")
+    assert report.rows()[0]["block"] == "model.layers.0.self_attn.q_proj.weight query head 0"
+
+
+def test_a_block_without_curvature_does_no_harm(tmp_path):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 1, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return self.used(x).square().sum() + 0 * self.unused(x).sum()
+
+    model = Unused().double()
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    report = hessian_report(model, lambda: model(x), by="tensor")
+    assert report.blocks["unused.weight:other"].frobenius.value == 0
+    assert report.spread.num_blocks == 1  # what has no curvature is left out
+    assert report.spread.ratio == 1
+    assert report.mass.off_diagonal.value == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matrix": "fisher"}, "Invalid matrix='fisher'. Must be one of 'hessian', 'gauss-newton', 'functional'."),
+        ({"by": "column"}, "Invalid by='column'. Must be one of 'role', 'layer', 'tensor', 'head'."),
+        ({"top": 0}, "Invalid top=0. Must be an integer >= 1."),
+        ({"num_probes": 1}, "Invalid num_probes=1. Must be an integer >= 2."),
+        ({"num_steps": 1}, "Invalid num_steps=1. Must be an integer >= 2."),
+        ({"num_starts": -1}, "Invalid num_starts=-1. Must be an integer >= 0."),
+    ],
+)
+def test_wrong_options_of_the_report(options, message):
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="Invalid") as caught:
+        hessian_report(model, lambda: model(torch.ones(1, 2)).square().sum(), **options)
+    assert str(caught.value) == message
+
+
+def test_what_is_no_closure_is_told():
+    with pytest.raises(TypeError, match="one is of type Tensor"):
+        hessian_report(nn.Linear(2, 1), [torch.ones(())])
+    with pytest.raises(ValueError, match="no closure"):
+        hessian_report(nn.Linear(2, 1), [])
+
+
+def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypatch):
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**20)
+    model = nn.Linear(1000, 1, bias=False)
+    closure = lambda: model(torch.ones(1, 1000)).square().sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"):
+        hessian_report(model, closure, exact=True)
+    big = nn.Linear(10_000, 1, bias=False)
+    with pytest.raises(ValueError, match=r"36 vectors of 10,000 parameters need 0\.0 GiB, and 0\.0 GiB are free"):
+        hessian_report(big, lambda: big(torch.ones(1, 10_000)).square().sum())

@@ -1,0 +1,408 @@
+"""BlockLR on blockopt's optimizers: when it refreshes, and what the scales become."""
+
+import gc
+import math
+import random
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import blockopt
+from blockopt.block_lr import BlockLR
+from blockopt.block_lr.scales import block_scales
+from blockopt.blocks.split import block_numel
+from blockopt.curvature import ESTIMATORS, gauss_newton, gradient
+from tests.helpers.models import FAMILIES, loss_of
+from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:Curvature not positive")
+
+
+def attached(curvature="gauss_newton", optimizer="adamw", **options):
+    model = tiny_gpt()
+    optimizer = OPTIMIZERS[optimizer](blockopt.param_groups(model))
+    return model, optimizer, BlockLR(optimizer, model, curvature=curvature, **options)
+
+
+def take_step(model, optimizer, seed=0):
+    optimizer.zero_grad()
+    token_loss(model, seed).backward()
+    optimizer.step()
+
+
+def constant(model, **by_role):
+    """A curvature function that gives each role a fixed curvature."""
+    found = blockopt.find_blocks(model)
+    values = {name: torch.tensor([by_role.get(role, 1.0) for role in entry.block_roles]) for name, entry in found.items()}
+    return lambda model, losses: values
+
+
+def weighted_mean_log(model, scales):
+    blocks = blockopt.find_blocks(model)
+    numel = {name: block_numel(tuple(p.shape), blocks[name].split) for name, p in model.named_parameters()}
+    total = sum(int(n.sum()) for n in numel.values())
+    return sum(float((numel[name] * scale.double().log()).sum()) for name, scale in scales.items()) / total
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"every": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"every": 3}, [1, 4, 7]),
+        ({"every": 3, "warmup": 2}, [3, 6]),
+        ({"every": 2, "until": 5}, [1, 3, 5]),
+        ({"every": 2, "warmup": 3, "until": 4}, [4]),
+        ({"every": 100}, [1]),
+        ({"every": 1, "warmup": 8}, []),
+        ({"every": 1, "until": 0}, []),
+    ],
+)
+def test_refreshes_follow_the_steps_that_are_due(options, expected):
+    model, optimizer, block_lr = attached(**options)
+    called = []
+    for number in range(1, 9):
+        take_step(model, optimizer, number)
+        for _ in range(2):  # a second call after the same step does nothing
+            block_lr.step(lambda number=number: called.append(number) or token_loss(model, 10 + number))
+    assert called == expected
+    assert [refresh.step for refresh in block_lr.history] == expected
+    assert block_lr.num_steps == 8
+
+
+def test_a_refresh_that_became_due_between_two_calls_is_made_up_for():
+    model, optimizer, block_lr = attached(every=3)
+    for number in range(1, 9):
+        take_step(model, optimizer, number)
+        if number in (2, 3, 6, 8):
+            block_lr.step(lambda: token_loss(model))
+    assert [refresh.step for refresh in block_lr.history] == [2, 6, 8]
+
+
+def test_nothing_happens_without_an_optimizer_step():
+    model, optimizer, block_lr = attached(every=1)
+    for micro_batch in range(6):
+        token_loss(model, micro_batch).backward()
+        if micro_batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        block_lr.step(lambda: token_loss(model))
+    assert block_lr.num_steps == 2
+    assert len(block_lr.history) == 2
+
+
+def autocast_loss(model, seed):
+    with torch.autocast("cpu", torch.bfloat16):
+        return token_loss(model, seed)
+
+
+@pytest.mark.parametrize("optimizer_name", ["block", "torch", "fused"])
+def test_steps_that_a_grad_scaler_leaves_out_do_not_count(optimizer_name):
+    model = tiny_gpt()
+    optimizer = {
+        "block": lambda: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
+        "torch": lambda: torch.optim.AdamW(blockopt.param_groups(model), lr=1e-2, foreach=True),
+        "fused": lambda: torch.optim.AdamW(blockopt.param_groups(model), lr=1e-2, fused=True),
+    }[optimizer_name]()
+    block_lr = BlockLR(optimizer, model, every=2, curvature="secant")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(6):
+        optimizer.zero_grad()
+        scaler.scale(autocast_loss(model, number)).backward()
+        if number in (0, 3):
+            model.wpe.weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        block_lr.step(lambda: autocast_loss(model, 9))
+    assert block_lr.num_steps == 4
+    assert [refresh.step for refresh in block_lr.history] == [1, 3]
+    assert block_lr.failures == 0
+
+
+@pytest.mark.filterwarnings("ignore:Non-finite gradient")
+@pytest.mark.parametrize("curvature", ["gauss_newton", "secant"])
+def test_steps_that_the_optimizer_refuses_do_not_count(curvature):
+    model = tiny_gpt()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2, nonfinite="skip")
+    block_lr = BlockLR(optimizer, model, curvature=curvature, every=1)
+    for number in range(4):
+        optimizer.zero_grad()
+        (token_loss(model, number) * (math.inf if number in (1, 2) else 1)).backward()
+        optimizer.step()
+        block_lr.step(lambda: token_loss(model, 9))
+    assert optimizer.nonfinite_steps == 2
+    assert block_lr.num_steps == 2
+    assert [refresh.step for refresh in block_lr.history] == [1, 2]
+
+
+def test_a_step_that_raises_does_not_count():
+    model, optimizer, block_lr = attached(every=1)
+    token_loss(model).backward()
+    model.wpe.weight.grad[0, 0] = math.nan
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    block_lr.step(lambda: token_loss(model))
+    assert block_lr.num_steps == 0
+    take_step(model, optimizer)
+    assert block_lr.num_steps == 1
+
+
+@pytest.mark.parametrize("by", ["role", "layer", "tensor", "head"])
+@pytest.mark.parametrize("optimizer_name", ["adamw-block", "sgd", "muon"])
+def test_scales_are_those_of_the_curvature_and_then_smoothed_in_logarithm(optimizer_name, by):
+    options = {"power": -0.7, "bounds": (0.3, 4.0), "by": by}
+    model, optimizer, block_lr = attached(lambda model, loss: gradient_of(loss), optimizer_name, every=1, beta=0.6, **options)
+
+    def gradient_of(loss):
+        loss().backward()
+        return gradient(model)
+
+    expected = None
+    for number in range(3):
+        take_step(model, optimizer, number)
+        model.zero_grad()
+        token_loss(model, 9 + number).backward()
+        new = block_scales(gradient(model), model, **options)
+        logs = {name: scale.double().log() for name, scale in new.items()}
+        expected = logs if expected is None else {n: 0.6 * expected[n] + 0.4 * logs[n] for n in logs}
+        block_lr.step(lambda number=number: token_loss(model, 9 + number))
+        for name, scale in optimizer.block_scales().items():
+            torch.testing.assert_close(scale, expected[name].exp().float(), rtol=1e-6, atol=0)
+            assert torch.equal(scale, block_lr.last_scales.as_dict()[name])
+            assert 0.3 - 1e-6 <= scale.min() <= scale.max() <= 4.0 + 1e-6
+        assert abs(weighted_mean_log(model, optimizer.block_scales())) < 1e-6
+    assert len({round(float(s), 4) for scale in optimizer.block_scales().values() for s in scale}) > 3
+
+
+def test_the_first_refresh_takes_the_scales_as_they_are():
+    model, optimizer, block_lr = attached(every=1, beta=0.99)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model, 1))
+    expected = block_scales(dict(_seen(model, block_lr, seed=1)), model)
+    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+
+
+def _seen(model, block_lr, seed):
+    bits = random.Random(f"0 {block_lr.num_steps} 0").getrandbits(32)
+    return gauss_newton(model, lambda: token_loss(model, seed), generator=torch.Generator().manual_seed(bits))
+
+
+def test_samples_depend_on_seed_and_step_and_nothing_else():
+    def scales(seed, warmup):
+        torch.manual_seed(seed + warmup)  # of no influence
+        model, optimizer, block_lr = attached(every=1, warmup=warmup, seed=seed)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(warmup + 1):
+            take_step(model, optimizer)
+            block_lr.step(lambda: token_loss(model, 9))
+        return torch.cat(list(optimizer.block_scales().values()))
+
+    assert torch.equal(scales(0, 0), scales(0, 0))
+    assert not torch.equal(scales(0, 0), scales(1, 0))
+    assert not torch.equal(scales(0, 0), scales(0, 1))
+
+
+def test_several_closures_are_averaged_by_tokens():
+    results = []
+    for losses in (
+        lambda model: [lambda: (token_loss(model, 1), 10), lambda: (token_loss(model, 2), 30)],
+        lambda model: lambda: (token_loss(model, 1) + 3 * token_loss(model, 2)) / 4,
+    ):
+        model, optimizer, block_lr = attached("directional", every=1)
+        take_step(model, optimizer)
+        block_lr.step(losses(model))
+        results.append(block_lr.history[0].curvature)
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_more_probes_are_passed_on():
+    def curvature(num_probes):
+        model, optimizer, block_lr = attached(num_probes=num_probes)
+        take_step(model, optimizer)
+        block_lr.step(lambda: token_loss(model))
+        return block_lr.history[0].curvature
+
+    assert curvature(1) != curvature(2)
+
+
+def test_the_blocks_are_those_of_the_optimizer():
+    model = tiny_gpt()
+    blocks = blockopt.find_blocks(model, per_row=(), per_head=False)
+    optimizer = blockopt.BlockSGD(blockopt.param_groups(model, blocks), lr=0.1)
+    block_lr = BlockLR(optimizer, model, every=1, by="head")
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    assert {name: len(scale) for name, scale in block_lr.last_scales.as_dict().items()} == {
+        name: entry.num_blocks for name, entry in blocks.items()
+    }
+    assert len(optimizer.block_scales()["h.0.attn.c_attn.weight"]) == 3
+
+
+def test_blocks_that_the_optimizer_lacks_are_found():
+    model = tiny_gpt()
+    whole = blockopt.find_blocks(model, per_row=())
+    groups = [group for group in blockopt.param_groups(model, whole) if group["role"] == "mlp_in"]
+    block_lr = BlockLR(blockopt.BlockSGD(groups, lr=0.1), model)
+    found = {name: len(scale) for name, scale in block_lr.last_scales.as_dict().items()}
+    assert found["h.0.mlp.c_fc.weight"] == 1
+    assert found["h.0.mlp.c_proj.weight"] == 16
+    assert found["wte.weight"] == 19
+
+
+def test_parameters_that_another_optimizer_has_are_measured_but_not_set():
+    model = tiny_gpt()
+    groups = [group for group in blockopt.param_groups(model) if group["role"] in ("mlp_in", "mlp_out")]
+    optimizer = blockopt.BlockSGD(groups, lr=0.1)
+    block_lr = BlockLR(optimizer, model, curvature=constant(model, mlp_in=4.0, embedding=0.01), every=1)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    expected = block_scales(constant(model, mlp_in=4.0, embedding=0.01)(None, None), model)
+    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+    assert set(optimizer.block_scales()) == {n for n, b in blockopt.find_blocks(model).items() if b.roles[0].startswith("mlp")}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_names_of_a_wrapped_model_are_matched_by_parameter():
+    model = tiny_gpt()
+    optimizer = blockopt.BlockSGD(blockopt.param_groups(model), lr=0.1)
+    block_lr = BlockLR(optimizer, torch.compile(model), every=1, curvature="gradient")
+    take_step(model, optimizer)
+    block_lr.step()
+    expected = block_scales(gradient(model), model)
+    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+
+
+def test_parameters_may_be_replaced_after_it_was_made():
+    model, optimizer, block_lr = attached("gradient", every=1)
+    for group in optimizer.param_groups:
+        for index, (name, old) in enumerate(zip(group["param_names"], group["params"])):
+            new = nn.Parameter(old.detach().clone())
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, new)
+            group["params"][index] = new
+    model.lm_head.weight = model.wte.weight
+    take_step(model, optimizer)
+    block_lr.step()
+    expected = block_scales(gradient(model), model)
+    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+
+
+def test_parameters_may_be_frozen_and_thawed_in_between():
+    model, optimizer, block_lr = attached(every=1, bounds=(1e-3, 1e3))
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    before = optimizer.block_scales()["wpe.weight"]
+    model.wpe.weight.requires_grad_(False)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    assert torch.equal(optimizer.block_scales()["wpe.weight"], before)
+    model.wpe.weight.requires_grad_(True)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    assert not torch.equal(optimizer.block_scales()["wpe.weight"], before)
+
+
+@pytest.mark.parametrize("curvature", ["directional", "secant", "newton"])
+def test_curvature_along_the_update_gets_the_update_of_the_step_before(curvature, monkeypatch):
+    seen = []
+
+    def spy(model, losses, update, *, blocks, **options):
+        seen.append((update, options))
+        return {name: torch.arange(1.0, entry.num_blocks + 1) for name, entry in blocks.items()}
+
+    monkeypatch.setattr("blockopt.curvature.newton" if curvature == "newton" else "blockopt.measure.along_update", spy)
+    model, optimizer, block_lr = attached(curvature, every=2, by="layer")
+    for number in range(3):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        scales = optimizer.block_scales()
+        take_step(model, optimizer, number)
+        copies = block_lr._attached._before
+        assert (copies is not None) == (number != 1)
+        block_lr.step(lambda: token_loss(model))
+        assert block_lr._attached._before is None
+        if number != 1:
+            update, options = seen[-1]
+            if curvature == "newton":
+                assert options["by"] == "layer"
+                assert all(torch.equal(scale, scales[name]) for name, scale in options["scales"].items())
+                assert (number == 0) == all((scale == 1).all() for scale in options["scales"].values())
+            else:
+                assert options == {"method": {"directional": "exact", "secant": "secant"}[curvature]}
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(update[name], p.detach() - before[name], rtol=0, atol=0)
+                assert update[name].any()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("curvature", ["directional", "secant", "newton", "gauss_newton"])
+def test_a_schedule_that_starts_at_zero_postpones_what_needs_an_update(curvature):
+    model, optimizer, block_lr = attached(curvature, every=10)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 1) / 10)  # 0, 0, 0.1, …
+    for number in range(4):
+        take_step(model, optimizer, number)
+        scheduler.step()
+        block_lr.step(lambda number=number: token_loss(model, number))
+    assert [refresh.step for refresh in block_lr.history] == [1 if curvature == "gauss_newton" else 3]
+    assert block_lr.failures == 0
+
+
+def test_a_second_one_takes_the_place_of_the_first():
+    model, optimizer, first = attached("gradient", every=1)
+    second = BlockLR(optimizer, model, curvature="gradient", every=1)
+    take_step(model, optimizer)
+    assert (first.num_steps, second.num_steps) == (0, 1)
+    with pytest.raises(RuntimeError, match="Another BlockLR has taken the place"):
+        first.step()
+    second.step()
+    assert len(second.history) == 1
+    with pytest.raises(ValueError, match="Invalid power"):
+        BlockLR(optimizer, model, power=math.nan)
+    take_step(model, optimizer)
+    second.step()  # is still in place
+    assert len(second.history) == 2
+
+
+def test_nothing_keeps_model_and_optimizer_alive():
+    def refreshed():
+        model, optimizer, block_lr = attached("secant", every=1)
+        take_step(model, optimizer)
+        block_lr.step(lambda: token_loss(model))
+        return [weakref.ref(x) for x in (model, optimizer, block_lr)]
+
+    references = refreshed()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize("curvature", ESTIMATORS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:The refresh of the block learning rates")
+def test_every_family_trains_with_every_estimator_that_applies(family, curvature):
+    model = FAMILIES[family]()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-3)
+    block_lr = BlockLR(optimizer, model, curvature=curvature, every=1, by="tensor")
+    if curvature == "power_law" and family in ("lora-gpt2", "lora-llama", "cnn", "mlp"):
+        expected = pytest.raises(ValueError, match="neither attention nor an MLP")
+    else:
+        expected = warnings.catch_warnings()
+    with expected:
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(family, model, number).backward()
+            optimizer.step()
+            block_lr.step(lambda number=number: loss_of(family, model, number))
+        assert len(block_lr.history) + block_lr.failures == 3
+        assert block_lr.history
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        if curvature not in (
+            "hutchinson",
+            "directional",
+            "secant",
+            "newton",
+        ):  # which may find nothing but negative curvature so early
+            scales = torch.cat(list(block_lr.last_scales.as_dict().values()))
+            assert scales.max() > 1.02 > 0.95 > scales.min()
+            assert block_lr.failures == 0

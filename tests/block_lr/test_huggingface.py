@@ -1,0 +1,202 @@
+"""The callback for the Trainer of transformers, on a tiny GPT-2 and random tokens."""
+
+import json
+import random
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import Trainer, TrainingArguments
+
+import blockopt
+from blockopt.block_lr.scales import block_scales
+from blockopt.huggingface import BlockLRCallback
+from tests.helpers.models import SDPA
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory")
+STEPS = 6
+
+
+class Tokens(Dataset):
+    """Random sequences; `noisy` ones use the random numbers of Python, numpy and torch, as augmentation does."""
+
+    def __init__(self, noisy=False):
+        self.tokens = torch.randint(19, (40, 8), generator=torch.Generator().manual_seed(0))
+        self.noisy = noisy
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        tokens = self.tokens[index]
+        if self.noisy:
+            shift = random.randrange(3) + int(numpy.random.randint(3)) + int(torch.randint(3, ()))
+            tokens = (tokens + shift) % 19
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Tokens()[index] for index in range(40))
+
+
+def gpt2(dropout=0.1):
+    sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, **SDPA))
+
+
+BUILD = {
+    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
+    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
+}
+
+
+def trainer(path, callback=None, kind="block", dataset=None, **options):
+    model = gpt2()
+    defaults = {
+        **{"output_dir": str(path), "max_steps": STEPS, "per_device_train_batch_size": 4, "use_cpu": True, "seed": 0},
+        **{"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"},
+    }
+    return Trainer(
+        model,
+        TrainingArguments(**{**defaults, **options}),
+        train_dataset=Tokens() if dataset is None else dataset,
+        optimizers=(BUILD[kind](model), None),
+        callbacks=[callback] if callback else None,
+    )
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("curvature", ["gauss_newton", "newton", "gradient"])
+@pytest.mark.filterwarnings("ignore:Curvature not positive", "ignore:The refresh of the block")
+def test_the_trainer_refreshes_by_optimizer_steps(curvature, kind, tmp_path):
+    callback = BlockLRCallback(curvature=curvature, every=2)
+    run = trainer(tmp_path, callback, kind, gradient_accumulation_steps=2)
+    run.train()
+    block_lr = callback.block_lr
+    assert block_lr.num_steps == STEPS
+    assert len(block_lr.history) + block_lr.failures == 3
+    scales = torch.cat(list(block_lr.last_scales.as_dict().values()))
+    assert scales.max() > 1.1 > 0.9 > scales.min()
+    plain = trainer(tmp_path, None, kind, gradient_accumulation_steps=2)
+    plain.train()
+    assert not torch.equal(weights(run), weights(plain))
+
+
+@pytest.mark.parametrize("curvature", ["gauss_newton", "secant"])
+def test_a_power_of_zero_is_a_run_without_it(curvature, tmp_path):
+    """Neither the order of the data nor a random number of Python, numpy or torch changes."""
+    results = []
+    for callback in (BlockLRCallback(curvature=curvature, every=1, power=0.0), None):
+        run = trainer(tmp_path, callback, dataset=Tokens(noisy=True))
+        run.train()
+        results.append((weights(run), torch.rand(1), random.random(), numpy.random.rand()))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*results))
+
+
+def test_batches_are_drawn_anew_for_each_refresh_and_alike_in_each_run(tmp_path):
+    def batches():
+        seen = []
+
+        def compute_loss(model, batch):
+            seen.append(batch["input_ids"].clone())
+            return model(**batch).loss
+
+        callback = BlockLRCallback(curvature="secant", every=3, compute_loss=compute_loss)
+        trainer(tmp_path, callback).train()
+        assert [tuple(tokens.shape) for tokens in seen] == [(4, 8)] * 4
+        return seen
+
+    first, again = batches(), batches()
+    assert torch.equal(first[0], first[1])  # both gradients of a secant
+    assert not torch.equal(first[0], first[2])
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+def test_a_batch_of_ones_own_is_measured_on(tmp_path):
+    drawn, seen = [], []
+
+    def batch():
+        drawn.append(torch.randint(19, (2, 8), generator=torch.Generator().manual_seed(len(drawn))))
+        return {"input_ids": drawn[-1], "labels": drawn[-1]}
+
+    def compute_loss(model, batch):
+        seen.append(batch["input_ids"])
+        return model(**batch).loss
+
+    trainer(tmp_path, BlockLRCallback(curvature="secant", batch=batch, compute_loss=compute_loss, every=4)).train()
+    assert len(drawn) == 2  # one for each refresh
+    assert all(torch.equal(tokens, drawn[index // 2]) for index, tokens in enumerate(seen))
+    assert len(seen) == 4
+
+
+def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
+    with pytest.raises(ValueError, match=r"a Stream, has no length .* Pass BlockLRCallback\(batch=…\)"):
+        trainer(tmp_path, BlockLRCallback(), dataset=Stream()).train()
+    batch = {"input_ids": Tokens().tokens[:2], "labels": Tokens().tokens[:2]}
+    callback = BlockLRCallback(curvature="gauss_newton", batch=lambda: batch, every=3)
+    trainer(tmp_path, callback, dataset=Stream()).train()
+    assert [refresh.step for refresh in callback.block_lr.history] == [1, 4]
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_resumed_training_goes_on_with_the_same_bits(kind, restore, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": restore}
+    callback = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
+    run = trainer(tmp_path, callback, kind, **options)
+    run.train()
+    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+    again = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
+    resumed = trainer(tmp_path, again, kind, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    used = next(c for c in resumed.callback_handler.callbacks if isinstance(c, BlockLRCallback))
+    assert (used is again) != restore
+    assert torch.equal(weights(run), weights(resumed))
+    assert used.block_lr.history == callback.block_lr.history
+    assert [refresh.step for refresh in used.block_lr.history] == [1, 3, 5]
+
+
+def test_a_training_resumed_without_its_state_counts_on(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, None, **options).train()
+    callback = BlockLRCallback(every=2)
+    trainer(tmp_path, callback, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [refresh.step for refresh in callback.block_lr.history] == [4, 5]
+    assert (tmp_path / "checkpoint-6").exists()
+
+
+def test_a_second_training_starts_afresh(tmp_path):
+    callback = BlockLRCallback(every=4)
+    run = trainer(tmp_path, callback)
+    run.train()
+    first = callback.block_lr
+    run.train()
+    assert callback.block_lr is not first
+    assert [refresh.step for refresh in callback.block_lr.history] == [1, 5]
+
+
+def test_the_scales_are_those_of_the_curvature(tmp_path):
+    values = {n: torch.arange(1.0, b.num_blocks + 1) for n, b in blockopt.find_blocks(gpt2()).items()}
+    options = {"power": -1.0, "bounds": (0.5, 2.0), "by": "tensor"}
+    callback = BlockLRCallback(curvature=lambda *_: values, **options)
+    run = trainer(tmp_path, callback, max_steps=1)
+    run.train()
+    expected = block_scales(values, run.model, **options)
+    scales = run.optimizer.optimizer.block_scales()
+    assert all(torch.equal(scale, expected[name]) for name, scale in scales.items())
+
+
+@pytest.mark.parametrize("name", ["batch", "compute_loss"])
+def test_functions_that_a_checkpoint_cannot_restore_are_asked_for(name):
+    with pytest.raises(ValueError, match=f"Invalid {name}='<function"):
+        BlockLRCallback(**BlockLRCallback(**{name: lambda *_: None}).state()["args"])
+    assert json.dumps(BlockLRCallback(curvature=lambda *_: None).state())

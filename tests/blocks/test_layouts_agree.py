@@ -1,0 +1,144 @@
+"""The same weights, however they are stored, get the same updates."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import blockopt
+from tests.helpers.optimizers import OPTIMIZERS
+
+HEADS, KEY_VALUE_HEADS, HEAD_DIM, WIDTH = 4, 2, 3, 10
+ROLES = ("query", "key", "value")
+
+
+def layer(name, **linears):
+    """A module of type `name` that holds attention projections."""
+    module = type(name, (nn.Module,), {})()
+    module.num_heads, module.head_dim, module.num_key_value_heads = HEADS, HEAD_DIM, linears.pop("key_value_heads")
+    for attribute, linear in linears.items():
+        setattr(module, attribute, linear)
+    return module
+
+
+def heads_of(role, key_value_heads):
+    return HEADS if role == "query" else key_value_heads
+
+
+def separate(kv):
+    q, k, v = (nn.Linear(WIDTH, HEAD_DIM * heads_of(role, kv)) for role in ROLES)
+    return layer("LlamaAttention", q_proj=q, k_proj=k, v_proj=v, o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+
+
+def contiguous(kv):
+    fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
+    return layer("Phi3Attention", qkv_proj=fused, o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+
+
+def conv1d(kv):
+    fused = Conv1D(HEAD_DIM * (HEADS + 2 * kv), WIDTH)
+    return layer("GPT2Attention", c_attn=fused, c_proj=Conv1D(WIDTH, HEADS * HEAD_DIM), key_value_heads=kv)
+
+
+def interleaved(kv):
+    fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
+    return layer("FalconAttention", query_key_value=fused, dense=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+
+
+def torch_attention(kv):
+    return nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, kdim=WIDTH, vdim=WIDTH)
+
+
+def interleave(parts, kv):
+    """(queries of a group, its key, its value) for each key-value head."""
+    query, key, value = (p.unflatten(0, (kv, -1)) for p in parts)
+    return torch.cat([query, key, value], dim=1).flatten(0, 1)
+
+
+def pack(layout, weights, kv):
+    """The canonical {query, key, value, output and their biases} as the parameters of a layout."""
+    qkv, biases = [weights[role] for role in ROLES], [weights[f"{role} bias"] for role in ROLES]
+    if layout is separate:
+        names = ("q_proj", "k_proj", "v_proj")
+        stored = {f"{n}.weight": w for n, w in zip(names, qkv)} | {f"{n}.bias": b for n, b in zip(names, biases)}
+        return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
+    if layout is contiguous:
+        stored = {"qkv_proj.weight": torch.cat(qkv), "qkv_proj.bias": torch.cat(biases)}
+        return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
+    if layout is conv1d:
+        stored = {"c_attn.weight": torch.cat(qkv).T, "c_attn.bias": torch.cat(biases)}
+        return stored | {"c_proj.weight": weights["output"].T, "c_proj.bias": weights["output bias"]}
+    stored = {"query_key_value.weight": interleave(qkv, kv), "query_key_value.bias": interleave(biases, kv)}
+    return stored | {"dense.weight": weights["output"], "dense.bias": weights["output bias"]}
+
+
+def canonical(generator, kv):
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    weights = {role: normal(HEAD_DIM * heads_of(role, kv), WIDTH) for role in ROLES}
+    weights |= {f"{role} bias": normal(HEAD_DIM * heads_of(role, kv)) for role in ROLES}
+    return weights | {"output": normal(WIDTH, HEADS * HEAD_DIM), "output bias": normal(WIDTH)}
+
+
+def assign(module, stored):
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == stored.keys()
+    return {name: (parameters[name], value) for name, value in stored.items()}
+
+
+def scales_for(blocks, scales):
+    """The canonical scales {role: one a head} in the block order of a layout."""
+    found = {}
+    for name, entry in blocks.items():
+        seen = dict.fromkeys(entry.roles, 0)
+        values = []
+        for role in entry.block_roles:
+            values.append(scales[role][seen[role]] if role in scales else torch.tensor(1.0))
+            seen[role] += 1
+        found[name] = torch.stack(values)
+    return found
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("kv", [HEADS, KEY_VALUE_HEADS, 1])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "bf16" not in n])
+@pytest.mark.parametrize("layout", [contiguous, conv1d, interleaved])
+def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
+    results = []
+    for build in (separate, layout):
+        generator = torch.Generator().manual_seed(0)
+        module = build(kv).double()
+        with torch.no_grad():
+            for parameter, value in assign(module, pack(build, canonical(generator, kv), kv)).values():
+                parameter.copy_(value)
+        blocks = blockopt.find_blocks(module, per_head=per_head)
+        optimizer = OPTIMIZERS[name](blockopt.param_groups(module, blocks))
+        scales = {role: torch.rand(heads_of(role, kv), generator=generator) + 0.5 for role in (*ROLES, "output")}
+        if not per_head:
+            scales = {role: scale[:1] for role, scale in scales.items()}
+        scales["output"] = torch.rand(HEADS, generator=generator) + 0.5
+        optimizer.set_block_scales(scales_for(blocks, scales))
+        for _ in range(3):
+            for parameter, value in assign(module, pack(build, canonical(generator, kv), kv)).values():
+                parameter.grad = value.clone(memory_format=torch.contiguous_format)
+            optimizer.step()
+        results.append({n: p.detach() for n, p in module.named_parameters()})
+    expected = pack(layout, unpack_separate(results[0]), kv)
+    for parameter_name, value in results[1].items():
+        torch.testing.assert_close(value, expected[parameter_name], rtol=1e-12, atol=1e-12)
+
+
+def unpack_separate(stored):
+    weights = {"output": stored["o_proj.weight"], "output bias": stored["o_proj.bias"]}
+    for role, attribute in zip(ROLES, ("q_proj", "k_proj", "v_proj")):
+        weights |= {role: stored[f"{attribute}.weight"], f"{role} bias": stored[f"{attribute}.bias"]}
+    return weights
+
+
+def test_torch_attention_is_contiguous_like_phi3():
+    size = HEADS * HEAD_DIM
+    found = blockopt.find_blocks(nn.MultiheadAttention(size, HEADS))
+    assert found["in_proj_weight"].split == blockopt.Split(0, (size,) * 3, (HEADS,) * 3)
+    unfused = blockopt.find_blocks(torch_attention(HEADS))
+    assert [unfused[f"{x}_proj_weight"].roles for x in "qkv"] == [("query",), ("key",), ("value",)]

@@ -1,0 +1,181 @@
+"""What the block finder refuses to guess, and the options that settle it."""
+
+import pytest
+import torch
+from torch import nn
+
+from blockopt import Blocks, Split, find_blocks
+from blockopt.blocks import ROW_ROLES
+from tests.helpers.expected_blocks import EXPECTED, cut
+from tests.helpers.models import CAUSAL, FAMILIES
+
+
+class FusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.query_key_value = nn.Linear(8, 24)
+        self.dense = nn.Linear(8, 8)
+
+
+class HeadlessAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class MisfitAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 3, 4
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class MisfitFusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.qkv = nn.Linear(8, 23)
+        self.proj = nn.Linear(8, 8)
+
+
+class StrangeAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = nn.Linear(8, 8)
+
+
+class FusedGateMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(16, 8)
+
+
+QKV = Blocks(("query", "key", "value"), split=Split(0, (8, 8, 8), (2, 2, 2)))
+HEADS = {role: Blocks((role,), split=Split(0, (8,), (2,))) for role in ("query", "key", "value")}
+AMBIGUOUS = {
+    FusedAttention: ("query_key_value", (24, 8), {"*.query_key_value.weight": QKV, "*.dense.weight": "output"}),
+    HeadlessAttention: ("q_proj", (8, 8), {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()}),
+    MisfitAttention: ("q_proj", (8, 8), {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()}),
+    MisfitFusedAttention: ("qkv", (23, 8), {"*.qkv.weight": "other", "*.proj.weight": "output"}),
+    StrangeAttention: ("mixer", (8, 8), {"*.mixer.weight": "query"}),
+    FusedGateMLP: ("fc1", (32, 8), {"*.fc1.weight": Blocks(("mlp_gate", "mlp_in"), split=Split(0, (16, 16), (16, 16)))}),
+}
+
+
+def model_with(module_class):
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"part": module_class()}) for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize("module_class", AMBIGUOUS)
+def test_what_cannot_be_read_in_one_way_raises_and_names_the_override(module_class):
+    attribute, shape, _ = AMBIGUOUS[module_class]
+    with pytest.raises(ValueError, match="Cannot tell the blocks of") as error:
+        find_blocks(model_with(module_class))
+    message = str(error.value)
+    assert f"'layers.0.part.{attribute}.weight'" in message
+    assert f"of shape {shape}" in message
+    assert f"Pass overrides={{'layers.*.part.{attribute}.weight': Blocks(roles=" in message
+    assert module_class.__name__ in message
+
+
+@pytest.mark.parametrize("module_class", AMBIGUOUS)
+def test_overrides_settle_it_in_every_layer(module_class):
+    overrides = AMBIGUOUS[module_class][2]
+    blocks = find_blocks(model_with(module_class), overrides=overrides)
+    for pattern, value in overrides.items():
+        for layer in (0, 1):
+            expected = Blocks((value,)) if isinstance(value, str) else value
+            assert blocks[pattern.replace("*", f"layers.{layer}.part")] == expected._replace(layer=layer)
+
+
+def test_an_override_of_the_fused_weight_alone_is_enough():
+    blocks = find_blocks(model_with(FusedAttention), overrides={"layers.*.part.query_key_value.weight": QKV})
+    for layer in (0, 1):
+        assert blocks[f"layers.{layer}.part.query_key_value.weight"] == QKV._replace(layer=layer)
+        assert blocks[f"layers.{layer}.part.dense.weight"] == cut(1, output=(8, 2))._replace(layer=layer)
+
+
+def test_an_override_replaces_what_would_be_found_and_nothing_else():
+    model = FAMILIES["gpt2"]()
+    name = "transformer.h.1.mlp.c_fc.weight"
+    mine = Blocks(("mlp_in",), layer=7, split=Split(1, (64,), (2,)))
+    assert find_blocks(model, overrides={name: mine}) == {**find_blocks(model), name: mine}
+
+
+def test_a_later_override_wins():
+    overrides = {"*.c_fc.weight": "other", "transformer.h.1.mlp.c_fc.weight": "mlp_in"}
+    blocks = find_blocks(FAMILIES["gpt2"](), overrides=overrides)
+    assert blocks["transformer.h.0.mlp.c_fc.weight"] == Blocks(("other",), 0)
+    assert blocks["transformer.h.1.mlp.c_fc.weight"] == Blocks(("mlp_in",), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"nothing.*": "other"}, r"Invalid overrides key 'nothing\.\*': it matches no trainable parameter"),
+        ({"self_attn.in_proj_weight": "attention"}, r"Invalid overrides.*'self_attn.in_proj_weight'.*Invalid roles"),
+        ({"norm1.weight": Blocks(())}, r"Invalid roles=\(\)"),
+        ({"linear1.weight": Blocks(("mlp_in",), split=Split(0, (23,), (1,)))}, r"of shape \(24, 16\).*cover 23 of the 24"),
+        ({"linear1.weight": Blocks(("mlp_in",), split=Split(2, (24,), (1,)))}, r"Invalid dim=2"),
+        ({"linear1.weight": Blocks(("mlp_in",), split=Split(0, (12, 12), (1, 1)))}, r"one for each of the 2 sections"),
+        ({"linear1.weight": Blocks(("mlp_in", "mlp_gate"))}, r"one for each of the 1 sections"),
+    ],
+)  # fmt: skip
+def test_overrides_that_do_not_fit_raise(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        find_blocks(FAMILIES["encoder_layer"](), overrides=overrides)
+
+
+def test_an_override_of_a_frozen_parameter_raises():
+    model = FAMILIES["encoder_layer"]()
+    model.linear1.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="matches no trainable parameter"):
+        find_blocks(model, overrides={"linear1.weight": "other"})
+
+
+@pytest.mark.parametrize("per_row", ["head", ("query",), ("head", "norm"), ("rows",)])
+def test_per_row_with_a_role_that_has_no_rows_raises(per_row):
+    with pytest.raises(ValueError, match="Invalid per_row="):
+        find_blocks(FAMILIES["mlp"](), per_row=per_row)
+
+
+@pytest.mark.parametrize("per_row", [(), ("embedding",), ("head", "position"), ["mlp_in"], {"mlp_gate", "mlp_out"}, ROW_ROLES])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_per_row_cuts_the_roles_it_names_and_no_others(name, per_row):
+    model = FAMILIES[name]()
+    for parameter, entry in find_blocks(model, per_row=per_row).items():
+        default = EXPECTED[name][parameter]
+        if len(entry.roles) == 1 and entry.roles[0] in ROW_ROLES:
+            assert entry == (default if entry.roles[0] in per_row else default._replace(split=None))
+        elif not set(entry.roles) <= {"bias"}:
+            assert entry == default
+
+
+def test_per_row_can_cut_one_half_of_a_fused_matrix():
+    blocks = find_blocks(FAMILIES["phi3"](), per_row=("mlp_gate",))["model.layers.0.mlp.gate_up_proj.weight"]
+    assert blocks == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (24, 1)))
+    whole_halves = find_blocks(FAMILIES["phi3"](), per_row=())["model.layers.0.mlp.gate_up_proj.weight"]
+    assert whole_halves == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (1, 1)))
+
+
+def test_a_bias_follows_its_weight_when_rows_are_not_cut():
+    blocks = find_blocks(FAMILIES["gpt2"](), per_row=())
+    assert blocks["transformer.h.0.mlp.c_fc.bias"] == Blocks(("bias",), 0)
+    assert blocks["transformer.h.0.attn.c_attn.bias"].num_blocks == 12
+
+
+def test_the_meta_device_gives_the_same_blocks():
+    with torch.device("meta"):
+        model = CAUSAL["llama"]()
+    assert next(model.parameters()).is_meta
+    assert find_blocks(model) == EXPECTED["llama"]
+
+
+def test_block_roles_names_every_block_in_storage_order():
+    blocks = Blocks(("query", "key", "value"), split=Split(0, (4, 2, 2), (2, 1, 1), repeat=2))
+    assert blocks.block_roles == ("query", "query", "key", "value") * 2
+    assert blocks._replace(split=blocks.split._replace(pooled=True)).block_roles == ("query", "query", "key", "value")
+    assert Blocks(("norm",)).block_roles == ("norm",)

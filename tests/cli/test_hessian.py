@@ -1,0 +1,359 @@
+"""`python -m blockopt hessian`: models and texts from local files, what is printed, the files, and every error."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from blockopt.cli import main
+from blockopt.cli.local_model import load_model, load_text, next_token_losses
+
+TEXT = "The Hessian of a transformer differs by block: values are steep, queries and keys are flat.\n" * 8
+GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
+LLAMA = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 13,
+}
+QUICK = ("--length", "8", "--sequences", "3", "--probes", "2", "--starts", "0")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def config_folder(folder, kind="gpt2", **entries):
+    folder.mkdir(exist_ok=True)
+    defaults = {"gpt2": GPT2, "llama": LLAMA}.get(kind, {})
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **defaults, **entries}))
+    return str(folder)
+
+
+def checkpoint(folder, seed=5, **entries):
+    """A saved model with weights of its own, and the model."""
+    torch.manual_seed(seed)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "bos_token_id": 0, "eos_token_id": 0, **entries}))
+    model.save_pretrained(folder)
+    return str(folder), model
+
+
+def save_tokenizer(folder, words=("the", "hessian", "of", "a", "transformer", "differs", "by", "block")):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, **{w: i + 1 for i, w in enumerate(words)}}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+
+
+def run_files(tmp_path, *arguments):
+    out = tmp_path / "out"
+    assert main(["hessian", *arguments, "--out", str(out)]) == 0
+    return json.loads((out / "report.json").read_text()), out
+
+
+def message_of(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(["hessian", *arguments])
+    return str(caught.value)
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, capsys):
+    folder = config_folder(tmp_path / "model", kind)
+    attention = "attn.c_attn.weight" if kind == "gpt2" else "self_attn.v_proj.weight"
+    options = ("--by", "tensor", "--only", attention, "--length", "8", "--sequences", "5", "--batch", "2", "--seed", "3")
+    found, out = run_files(tmp_path, folder, "--text", text, *options, "--top", "2")
+
+    model = load_model(folder, {}, seed=3).model.double()
+    ids = load_text(text, model, None, sequences=5, length=8).ids
+    name = next(name for name, _ in model.named_parameters() if name.endswith(attention))
+    weight = model.get_parameter(name).detach()
+
+    def loss(flat):
+        logits = torch.func.functional_call(model.eval(), {name: flat.view_as(weight)}, kwargs={"input_ids": ids}).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        matrix = torch.autograd.functional.hessian(loss, weight.flatten())
+    if kind == "gpt2":  # values are the last third of the columns
+        where = torch.arange(48).reshape(4, 12)[:, 8:].flatten()
+        matrix = matrix[where][:, where]
+    label = f"{name}:value"
+    values = torch.linalg.eigvalsh(matrix)
+    block = found["report"]["blocks"][label]
+    atol = (1e-10 if kind == "gpt2" else 1e-6) * float(values.abs().max())
+    torch.testing.assert_close(torch.tensor(block["spectrum"]["nodes"], dtype=torch.float64), values, rtol=0, atol=atol)
+    by_size = values[values.abs().argsort(descending=True)]
+    torch.testing.assert_close(torch.tensor(block["top"], dtype=torch.float64), by_size[:2], rtol=0, atol=atol)
+    assert block["trace"]["value"] == pytest.approx(float(matrix.trace()), abs=10 * atol)
+    assert block["frobenius"]["value"] == pytest.approx(float(matrix.norm()), rel=1e-6)
+
+    with (out / "blocks.csv").open(newline="") as file:
+        rows = {row["block"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [*found["report"]["blocks"], "whole"]
+    assert float(rows[label]["top_1"]) == block["top"][0]
+    assert float(rows[label]["trace"]) == block["trace"]["value"]
+    assert rows[label]["exact"] == "True"
+    for name in ("spectrum.png", "blocks.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert (out / name).stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "random weights, seed 3" in printed
+    assert f"{block['trace']['value']:.2e}" in printed
+    assert ("float32 in any dtype" in printed) == (kind == "llama")
+    assert max(map(len, printed.split("\n\n", 1)[1].splitlines()[:4])) <= 100
+
+
+def test_the_record_tells_how_the_numbers_came_about(tmp_path, text):
+    folder = config_folder(tmp_path / "model")
+    found, _ = run_files(tmp_path, f"{folder}/config.json", "--text", text, *QUICK, "--set", "n_inner=5", "--dtype", "float32")
+    assert found["model"] == "GPT2LMHeadModel"
+    assert found["weights"] == "random weights, seed 0"
+    assert found["config"]["n_inner"] == 5
+    assert found["dtype"] == "float32"
+    assert found["tokens"] == "bytes, for want of a tokenizer; 11 to 255 count as 10, the last of the vocabulary"
+    assert found["options"]["sequences"] == 3
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["parameters"] == sum(b["dimension"] for b in found["report"]["blocks"].values())
+    assert found["report"]["seconds"] > 0
+    assert not (tmp_path / "out" / "spectrum.png").exists()  # no spectra were asked for
+    assert (tmp_path / "out" / "blocks.png").exists()
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, text, capsys):
+    folder = config_folder(tmp_path / "model")
+    tables = []
+    for seed in ("1", "1", "2"):
+        main(["hessian", folder, "--text", text, *QUICK, "--only", "mlp.*", "--seed", seed])
+        tables.append(capsys.readouterr().out.split("\n\n")[1])
+    assert tables[0] == tables[1] != tables[2]
+
+
+def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
+    from blockopt.analysis.report import hessian_report
+    from blockopt.cli.hessian import MOST_IN_A_PLOT, _pooled_mass, _pooled_spectra
+
+    model = load_model("gpt2", GPT2).model.double()
+    ids = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(0))
+    report = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", num_steps=3, num_starts=1)
+    assert len(report.blocks) > MOST_IN_A_PLOT
+    mass, spectra = _pooled_mass(report), _pooled_spectra(report)
+    roles = {"embedding", "position", "query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias"}
+    assert set(mass) == roles
+    assert set(spectra) == {*roles, "whole"}
+    assert sum(sum(row.values()) for row in mass.values()) == pytest.approx(float(report.mass.matrix.sum()), rel=1e-12)
+    norms = [label for label in report.mass.labels if label.endswith(":norm")]
+    numbers = [report.mass.labels.index(label) for label in norms]
+    assert mass["norm"]["norm"] == pytest.approx(float(report.mass.matrix[numbers][:, numbers].sum()), rel=1e-12)
+    mean = sum(report.blocks[n].dimension * report.blocks[n].spectrum.moment(1) for n in norms)
+    dimension = sum(report.blocks[n].dimension for n in norms)
+    assert spectra["norm"].moment(1) == pytest.approx(mean / dimension, rel=1e-9)
+    assert float(spectra["norm"].weights.sum()) == pytest.approx(1, rel=1e-12)
+
+
+# Models and texts
+
+
+def test_a_checkpoint_is_loaded_and_random_weights_only_on_demand(tmp_path, text):
+    folder, saved = checkpoint(tmp_path / "model")
+    model, weights, _ = load_model(folder, {})
+    assert weights == "weights of the checkpoint"
+    for (name, p), q in zip(saved.named_parameters(), model.parameters()):
+        assert torch.equal(p, q), name
+    other, weights, _ = load_model(folder, {"n_layer": 2}, random=True, seed=4)
+    assert weights == "random weights, seed 4"
+    assert len(other.transformer.h) == 2
+    assert not torch.equal(other.transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_random_weights_leave_the_random_state_alone_and_are_float32_whatever_the_config_says(tmp_path):
+    folder = config_folder(tmp_path / "model", dtype="bfloat16")
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    model = load_model(folder, {}).model
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_entries_that_follow_from_others_follow_what_is_set():
+    model = load_model("llama", {**LLAMA, "hidden_size": 16}).model
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (16, 16)
+    assert model.config.head_dim == 4
+    assert model.config.eos_token_id == 2  # within the vocabulary of 13
+    assert load_model("gpt2", GPT2).model.config.eos_token_id is None  # 50256 is not
+
+
+def test_the_loss_is_that_of_the_model():
+    model = load_model("gpt2", GPT2).model.eval()
+    ids = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
+    values = [closure() for closure in next_token_losses(model, ids, 2)]
+    assert [tokens for _, tokens in values] == [14, 7]
+    mean = sum(float(loss.detach()) * tokens for loss, tokens in values) / 21
+    assert mean == pytest.approx(float(model(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
+
+
+def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path, text):
+    folder, model = checkpoint(tmp_path / "model")
+    save_tokenizer(folder)
+    ids, what = load_text(text, model, Path(folder), sequences=2, length=6)
+    assert what == f"tokenizer of {folder}"
+    assert ids[0].tolist() == [1, 2, 3, 4, 5, 6]
+    save_tokenizer(folder, words=[f"w{i}" for i in range(11)] + ["the"])
+    with pytest.raises(ValueError, match=r"gives token 12, and the model has 11 of them"):
+        load_text(text, model, Path(folder), sequences=2, length=6)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path, text):
+    folder, model = checkpoint(tmp_path / "model")
+    (Path(folder) / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"The tokenizer of .* cannot be read"):
+        load_text(text, model, Path(folder), sequences=2, length=6)
+
+
+def test_sequences_are_spread_over_the_text_without_overlap(tmp_path):
+    model = load_model("gpt2", {**GPT2, "vocab_size": 256}).model
+    path = tmp_path / "bytes.txt"
+    for number in (12, 13, 17, 250):
+        path.write_bytes(bytes(range(number)))
+        ids = load_text(str(path), model, None, sequences=3, length=4).ids
+        assert ids[0, 0] == 0
+        assert ids[-1, -1] == number - 1
+        assert len(ids.unique()) == 12
+        assert (ids.diff(dim=1) == 1).all()
+    assert load_text(str(path), model, None, sequences=1, length=4).ids.tolist() == [[0, 1, 2, 3]]
+
+
+# What is wrong
+
+
+def test_errors_of_models(tmp_path, text):
+    rest = ("--text", text, *QUICK)
+    assert "Nothing is downloaded" in message_of("no/such/model", *rest)
+    assert "bert is a masked language model" in message_of("bert", *rest)
+    assert "t5 is no causal language model" in message_of("t5", *rest)
+    assert "vit is no causal language model" in message_of("vit", *rest)
+    folder = config_folder(tmp_path / "model")
+    assert message_of(folder, *rest, "--set", "n_layer") == "Invalid --set n_layer. Must be KEY=VALUE, such as n_layer=2."
+    assert "Must be an entry of the config of gpt2. Did you mean n_layer" in message_of(folder, *rest, "--set", "n_layers=2")
+    for wrong in ("n_layer=-1", "n_head=0", "vocab_size=0"):
+        assert f"Invalid --set {wrong}. Must be at least 1." in message_of(folder, *rest, "--set", wrong)
+    assert "transformers refuses this config of gpt2" in message_of(folder, *rest, "--set", "n_layer=abc")
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "is no JSON" in message_of(folder, *rest)
+    (tmp_path / "model" / "config.json").write_text('{"n_layer": 2}')
+    assert "has no 'model_type'" in message_of(folder, *rest)
+    config_folder(tmp_path / "model", "unheard_of")
+    assert "No model type 'unheard_of'" in message_of(folder, *rest)
+    (tmp_path / "empty").mkdir()
+    assert "No model at" in message_of(str(tmp_path / "empty"), *rest)
+
+
+def test_errors_of_checkpoints(tmp_path, text):
+    folder, _ = checkpoint(tmp_path / "model")
+    rest = ("--text", text, *QUICK)
+    assert "holds weights, which would not fit another config. Add --random" in message_of(folder, *rest, "--set", "n_layer=2")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(f"{folder}/model.safetensors")
+    del weights["transformer.h.0.mlp.c_fc.weight"]
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    assert "lacks weights of GPT2LMHeadModel: transformer.h.0.mlp.c_fc.weight" in message_of(folder, *rest)
+
+
+def test_errors_of_texts(tmp_path, text):
+    folder = config_folder(tmp_path / "model")
+    assert message_of(folder, "--text", "no.txt") == "No text file at 'no.txt'."
+    assert "Must be at least 2 tokens" in message_of(folder, "--text", text, "--length", "1")
+    assert message_of(folder, "--text", text, "--length", "17") == "Invalid --length 17. The model has 16 positions."
+    assert "736 tokens, and --sequences 100 of --length 8 need 800." in message_of(
+        *(folder, "--text", text, "--length", "8", "--sequences", "100")
+    )
+    (tmp_path / "text.txt").write_text("")
+    assert "Must be a longer text" in message_of(folder, "--text", text, *QUICK)
+
+
+def test_errors_of_options(tmp_path, text, monkeypatch):
+    folder = config_folder(tmp_path / "model")
+    rest = (folder, "--text", text, *QUICK)
+    assert message_of(*rest, "--batch", "0") == "Invalid --batch 0. Must be an integer >= 1."
+    assert message_of(*rest, "--top", "0") == "Invalid top=0. Must be an integer >= 1."
+    assert "Must fit a trainable parameter" in message_of(*rest, "--only", "nothing")
+    assert "Invalid --device nonsense" in message_of(*rest, "--device", "nonsense")
+    assert "exists" in message_of(*rest, "--out", text)
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**10)
+    assert "GiB are free" in message_of(*rest, "--exact")
+
+
+def test_out_of_memory_and_other_failures_of_torch(tmp_path, text, monkeypatch):
+    folder = config_folder(tmp_path / "model")
+
+    def fail(*arguments, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("blockopt.cli.hessian.hessian_report", fail)
+    assert "Try a smaller --batch or --length" in message_of(folder, "--text", text, *QUICK)
+
+    def break_down(*arguments, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("blockopt.cli.hessian.hessian_report", break_down)
+    with pytest.raises(RuntimeError, match="a bug"):  # with its traceback
+        main(["hessian", folder, "--text", text, *QUICK])
+
+
+def test_without_transformers_or_matplotlib(tmp_path, text, monkeypatch, capsys):
+    import importlib.util
+
+    folder = config_folder(tmp_path / "model")
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else original(name))
+    _, out = run_files(tmp_path, folder, "--text", text, *QUICK, "--only", "mlp.*")
+    assert sorted(path.name for path in out.iterdir()) == ["blocks.csv", "report.json"]
+    assert "no plots without matplotlib" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert message_of(folder, "--text", text) == "The command hessian needs transformers: pip install 'blockopt[hf]'."
+
+
+def test_warnings_become_notes(tmp_path, text, monkeypatch, capsys):
+    from blockopt.analysis import report
+
+    original = report.top_eigenpairs
+
+    def few_steps(operator, k, *, tolerance, generator):
+        return original(operator, k, tolerance=1e-14, max_steps=k, generator=generator)
+
+    monkeypatch.setattr(report, "top_eigenpairs", few_steps)
+    found, _ = run_files(tmp_path, config_folder(tmp_path / "model"), "--text", text, *QUICK, "--only", "mlp.*")
+    assert any("Eigenpairs not finished after max_steps=1" in note for note in found["notes"])
+    assert "Note: Eigenpairs not finished" in capsys.readouterr().out
+
+
+def test_what_is_printed(tmp_path, text, capsys):
+    folder = config_folder(tmp_path / "model")
+    assert main(["hessian", folder, "--text", text, *QUICK, "--only", "attn.*", "--top", "2"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0] == f"GPT2LMHeadModel ({folder}), 270 parameters in float64, random weights, seed 0"
+    assert lines[1] == f"3 sequences of 8 tokens from {text}"
+    assert lines[2].startswith("tokens: bytes")
+    assert lines[3].startswith("about ")  # the cost comes before the long part
+    assert lines[5].split() == ["block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative"]
+    assert [line.split()[0] for line in lines[6:12]] == ["query", "key", "value", "output", "bias", "whole"]
+    assert lines[13].split() == ["block", "top", "1", "top", "2"]
+    assert lines[-1].startswith("loss")
+    assert captured.err == ""
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]  # no files unless asked for

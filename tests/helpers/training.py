@@ -1,0 +1,69 @@
+"""Runs of `recipes/train.py` inside of a process, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from recipes import train
+from recipes.training.arguments import parse
+from recipes.training.run_log import losses_of, read_log
+
+OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
+SIZES = ("--data", "addition:1", "--max-tokens", "900", "--width", "16", "--depth", "2", "--heads", "2", "--batch-size", "8")
+QUIET = ("--eval-batches", "2", "--eval-every", "3", "--print-every", "1000", "--cpu", "--lr", "1e-2")
+
+
+def flags(output: Path, cache: Path, *more: str | float) -> list[str]:
+    return [*SIZES, *QUIET, "--output", str(output), "--cache", str(cache), *map(str, more)]
+
+
+def forget(partial: bool = True) -> None:
+    """Accelerate keeps its state in classes: a second run in a process must start without it."""
+    AcceleratorState._reset_state(reset_partial_state=partial)
+    GradientState._reset_state()
+
+
+def run(argv: list[str], partial: bool = True) -> Path:
+    """Train, and return the log."""
+    forget(partial)
+    arguments = parse(argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Curvature not positive|The refresh of the block")
+            train.train(arguments, train.make_accelerator(arguments))
+    finally:
+        forget(partial)
+    return arguments.output / "log.jsonl"
+
+
+def in_child(task) -> int:
+    """Run in a copy of this process, and return how that ended: 0, or minus the signal that killed it."""
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the other threads, if there are any, are those of pytest-xdist
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            task()
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+__all__ = ["OURS", "die", "flags", "forget", "in_child", "losses_of", "read_log", "run"]

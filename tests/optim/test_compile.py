@@ -1,0 +1,63 @@
+"""A compiled step equals the eager one, and setting scales does not recompile it."""
+
+import pytest
+import torch
+
+import blockopt
+from tests.helpers.optimizers import OPTIMIZERS, assert_same_weights, random_gradients, random_scales, set_gradients, tiny_gpt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_step_equals_eager_and_scales_do_not_recompile(name, monkeypatch):
+    monkeypatch.setattr("blockopt.optim.muon.CPU_DTYPE", torch.float32)  # bfloat16 would round differently where it is fused
+    torch._dynamo.reset()
+    eager, compiled = tiny_gpt(), tiny_gpt()
+    a = OPTIMIZERS[name](blockopt.param_groups(eager), lr=torch.tensor(1e-2))
+    b = OPTIMIZERS[name](blockopt.param_groups(compiled), lr=torch.tensor(1e-2))
+    step = torch.compile(b.step)
+    for turn in range(6):
+        if turn in (2, 4):
+            a.set_block_scales(random_scales(a, seed=turn))
+            b.set_block_scales(random_scales(b, seed=turn))
+        gradients = random_gradients(eager, turn)
+        for model in (eager, compiled):
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.grad is None:
+                    set_gradients(model, gradients)
+                with torch.no_grad():
+                    parameter.grad.copy_(gradients[parameter_name])
+        a.step()
+        with torch._dynamo.config.patch(error_on_recompile=turn >= 2):
+            step()
+    tolerance = 2e-2 if "bf16" in name else 1e-5
+    assert_same_weights(eager, compiled, rtol=tolerance, atol=tolerance)
+
+
+def test_compiled_step_refuses_a_nonfinite_gradient():
+    torch._dynamo.reset()
+    model, untouched = tiny_gpt(), tiny_gpt()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=torch.tensor(1e-2))
+    gradients = random_gradients(model, 0)
+    gradients["wpe.weight"][0, 0] = float("nan")
+    set_gradients(model, gradients)
+    with pytest.raises(FloatingPointError, match=r"wpe\.weight"):
+        torch.compile(optimizer.step)()
+    assert_same_weights(model, untouched)
+
+
+@pytest.mark.parametrize("second_moment", ["coordinate", "block"])
+def test_compiled_kernels_equal_the_eager_update(second_moment, monkeypatch):
+    monkeypatch.setattr("blockopt.optim._kernels.SMALLEST", 1)
+    eager, compiled = tiny_gpt(), tiny_gpt()
+    for model, kernels in ((eager, False), (compiled, True)):
+        groups = blockopt.param_groups(model)
+        optimizer = blockopt.BlockAdamW(groups, lr=1e-2, second_moment=second_moment, compiled=kernels)
+        optimizer.set_block_scales(random_scales(optimizer))
+        for turn in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (turn + 1)
+            set_gradients(model, random_gradients(model, turn))
+            optimizer.step()
+    assert_same_weights(eager, compiled, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,118 @@
+"""At scale 1 the optimizers are those of `torch.optim`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import blockopt
+from tests.helpers.optimizers import assert_same_weights, random_gradients, set_gradients, tiny_gpt, train
+
+
+def run(model, optimizer, steps=6):
+    for step in range(steps):
+        set_gradients(model, random_gradients(model, seed=step))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_adamw_equals_torch(kernel, dtype):
+    ours, theirs = tiny_gpt(dtype=dtype), tiny_gpt(dtype=dtype)
+    options = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    run(ours, blockopt.BlockAdamW(ours.parameters(), **options))
+    run(theirs, torch.optim.AdamW(theirs.parameters(), **options, **{kernel: True}))
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
+    assert_same_weights(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_adamw_without_fused_kernel_equals_torch(monkeypatch):
+    monkeypatch.setattr("blockopt.optim.fused.FUSED_DEVICES", ())
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    run(ours, blockopt.BlockAdamW(ours.parameters(), lr=3e-3))
+    run(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-3, foreach=True))
+    assert_same_weights(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_adamw_trains_as_torch_does():
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    a = train(ours, blockopt.BlockAdamW(blockopt.param_groups(ours, weight_decay=0.0), lr=3e-3), range(20))
+    b = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-3, weight_decay=0.0), range(20))
+    assert a == pytest.approx(b, rel=1e-4)
+    assert a[-1] < a[0]
+
+
+def test_float32_momentum_equals_torch():
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    run(ours, blockopt.BlockAdamW(ours.parameters(), lr=3e-3, momentum_dtype=torch.float32))
+    run(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-3))
+    assert_same_weights(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_torch(momentum, nesterov):
+    if nesterov and momentum == 0:
+        with pytest.raises(ValueError, match="nesterov"):
+            blockopt.BlockSGD(tiny_gpt().parameters(), nesterov=True)
+        return
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    options = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov}
+    run(ours, blockopt.BlockSGD(ours.parameters(), **options))
+    run(theirs, torch.optim.SGD(theirs.parameters(), **options, foreach=True))
+    assert_same_weights(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Matrices(nn.Module):
+    """An attention and an MLP without any other parameter, unfused, so that torch.optim.Muon takes the same matrices."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads = 2
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(16, 16, bias=False))
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(16, 40, bias=False), nn.Linear(40, 16, bias=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_equals_torch(nesterov, dtype, monkeypatch):
+    monkeypatch.setattr("blockopt.optim.muon.CPU_DTYPE", dtype)
+    ours, theirs = Matrices(), Matrices()
+    options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
+    run(ours, blockopt.BlockMuon(blockopt.param_groups(ours, weight_decay=0.1), **options))
+    run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
+    for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
+        moved, difference = (b - start).norm(), (a - b).norm()
+        assert difference < 2e-2 * moved  # torch iterates in bfloat16, whose relative spacing is 2^-8
+
+
+def test_muon_update_has_the_root_mean_square_of_adamw():
+    model = Matrices()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run(model, blockopt.BlockMuon(blockopt.param_groups(model, weight_decay=0.0), lr=1.0), steps=1)
+    for name, p in model.named_parameters():
+        assert 0.13 < (p - before[name]).square().mean().sqrt() < 0.25
+
+
+def test_torch_checkpoint_goes_on_in_ours():
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    torch_optimizer = torch.optim.AdamW(theirs.parameters(), lr=3e-3)
+    train(theirs, torch_optimizer, range(5))
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = blockopt.BlockAdamW(ours.parameters(), lr=3e-3)
+    optimizer.load_state_dict(copy.deepcopy(torch_optimizer.state_dict()))
+    train(ours, optimizer, range(5, 10))
+    train(theirs, torch_optimizer, range(5, 10))
+    assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_sgd_without_fused_kernel_equals_torch(monkeypatch):
+    monkeypatch.setattr("blockopt.optim.fused.FUSED_DEVICES", ())
+    ours, theirs = tiny_gpt(), tiny_gpt()
+    run(ours, blockopt.BlockSGD(ours.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    run(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    assert_same_weights(ours, theirs, rtol=1e-6, atol=1e-6)

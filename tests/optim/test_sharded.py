@@ -1,0 +1,159 @@
+"""Sharded and replicated training on two processes equals training on one."""
+
+import copy
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import blockopt
+from tests.helpers.optimizers import OPTIMIZERS, random_gradients, random_scales, set_gradients, tiny_gpt, token_loss, train
+
+STEPS = 4
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(task, *arguments):
+    mp.spawn(_start, args=(free_port(), task, *arguments), nprocs=2, join=True)
+
+
+def _start(rank, port, task, *arguments):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        task(rank, *arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    # A thread of gloo that is still alive when C++ takes down its statics can abort the process.
+    os._exit(0)
+
+
+def shard(model):
+    for block in model.h:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def scaled_optimizer(name, model):
+    optimizer = OPTIMIZERS[name](blockopt.param_groups(model))
+    optimizer.set_block_scales(random_scales(optimizer))
+    return optimizer
+
+
+def sharded_gradients(model, gradients):
+    for name, parameter in model.named_parameters():
+        full = DTensor.from_local(gradients[name], parameter.device_mesh)
+        parameter.grad = full.redistribute(placements=parameter.placements)
+
+
+def sharded_equals_whole(rank):
+    for name in OPTIMIZERS:
+        one_sharded_equals_whole(name)
+
+
+def one_sharded_equals_whole(name):
+    """Given the same gradients, a sharded model takes the same steps; the 19 rows of the embedding do not divide by two."""
+    model, plain = shard(tiny_gpt(dtype=torch.float64)), tiny_gpt(dtype=torch.float64)
+    a, b = scaled_optimizer(name, model), scaled_optimizer(name, plain)
+    for step in range(STEPS):
+        gradients = random_gradients(plain, step)
+        sharded_gradients(model, gradients)
+        set_gradients(plain, gradients)
+        a.step()
+        b.step()
+    tolerance = 2e-2 if "bf16" in name else 1e-10
+    for (n, x), y in zip(model.named_parameters(), plain.parameters()):
+        assert isinstance(x, DTensor)
+        torch.testing.assert_close(
+            whole(x).detach(), y.detach(), rtol=tolerance, atol=tolerance, msg=lambda t, n=n: f"{name}, {n}: {t}"
+        )
+
+
+def test_sharded_equals_whole():
+    run(sharded_equals_whole)
+
+
+def sharded_checkpoint(rank):
+    model = shard(tiny_gpt())
+    optimizer = scaled_optimizer("adamw-block", model)
+    train(model, optimizer, range(STEPS))
+    saved_model = {n: whole(p).detach().clone() for n, p in model.named_parameters()}
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    expected = train(model, optimizer, range(STEPS, 2 * STEPS))
+
+    other = shard(tiny_gpt(seed=1))
+    with torch.no_grad():
+        for n, p in other.named_parameters():
+            p.copy_(DTensor.from_local(saved_model[n], p.device_mesh).redistribute(placements=p.placements))
+    resumed = OPTIMIZERS["adamw-block"](blockopt.param_groups(other))
+    set_optimizer_state_dict(other, resumed, saved)
+    assert train(other, resumed, range(STEPS, 2 * STEPS)) == expected
+
+
+def test_sharded_checkpoint_resumes_exactly():
+    run(sharded_checkpoint)
+
+
+def sharded_nonfinite(rank):
+    """Only one rank holds the broken entry; both must refuse."""
+    model = shard(tiny_gpt())
+    optimizer = OPTIMIZERS["adamw"](blockopt.param_groups(model))
+    gradients = random_gradients(tiny_gpt(), 0)
+    gradients["wte.weight"][-1, -1] = float("inf")
+    sharded_gradients(model, gradients)
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(FloatingPointError, match="No weight"):
+        optimizer.step()
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
+
+
+def test_all_ranks_refuse_a_nonfinite_gradient_of_one():
+    run(sharded_nonfinite)
+
+
+def replicated(rank):
+    for name in ("adamw-block", "muon", "sgd"):
+        one_replicated(rank, name)
+
+
+def one_replicated(rank, name):
+    model = DistributedDataParallel(tiny_gpt())
+    optimizer = scaled_optimizer(name, model)
+    plain = tiny_gpt()
+    reference = OPTIMIZERS[name](blockopt.param_groups(plain))
+    reference.set_block_scales({n.removeprefix("module."): s for n, s in optimizer.block_scales().items()})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        token_loss(model, seed=2 * step + rank).backward()
+        optimizer.step()
+        reference.zero_grad()
+        for half in range(2):
+            (token_loss(plain, seed=2 * step + half) / 2).backward()
+        reference.step()
+    for x, y in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+        ranks = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(ranks, x.detach())
+        assert torch.equal(ranks[0], ranks[1])
+
+
+def test_replicated_equals_accumulated():
+    run(replicated)
