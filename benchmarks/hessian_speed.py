@@ -1,7 +1,8 @@
 """How fast the exact Hessians are, next to torch.func and curvlinops, and how their cost grows with length and width.
 
-Five tables: dense closed form of an attention layer; factored trace, diagonal and Frobenius norm against Hutchinson at 1 %
-standard error; the factored forms at the size of a layer of GPT-2 small; products with vectors of a small GPT; growth of cost.
+Five tables: dense closed form of an attention layer; factored trace, diagonal and Frobenius norm
+against Hutchinson at 1 % standard error; the factored forms at the size of a layer of GPT-2 small;
+products with vectors of a small GPT; growth of cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.lib.arms import CONSOLE, add_outputs, check, machine_of_run, positive, progress_bar, save, show
+from benchmarks.lib.arms import (
+    CONSOLE,
+    add_outputs,
+    check,
+    machine_of_run,
+    positive,
+    progress_bar,
+    save,
+    show,
+)
 from benchmarks.lib.attention_case import ROLES, AttentionCase
 from benchmarks.step_time import BUSY
 from blockopt.analysis.closed_forms.growth import fit_exponent
@@ -35,13 +45,17 @@ PILOT = 40  # probes from which the number that this takes is reckoned
 Results = dict[str, Any]
 
 
-def interleaved(arms: Mapping[str, Callable[[], Any]], rounds: int, title: str) -> dict[str, list[float]]:
+def interleaved(
+    arms: Mapping[str, Callable[[], Any]], rounds: int, title: str
+) -> dict[str, list[float]]:
     """Seconds of each call, one a round, after one that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     with progress_bar(title, (rounds + 1) * len(arms)) as advance:
         for number in range(rounds + 1):
             names = list(arms)
-            for name in names[number % len(names) :] + names[: number % len(names)]:  # an order that rotates
+            for name in (
+                names[number % len(names) :] + names[: number % len(names)]
+            ):  # an order that rotates
                 call = arms[name]
                 begin = time.perf_counter()
                 call()
@@ -75,7 +89,10 @@ def dense(sizes: Sequence[tuple[int, int]], rounds: int) -> Results:
                 "length": length,
                 "width": width,
                 "milliseconds": {name: 1e3 * median(t) for name, t in times.items()},
-                "faster": {name: ratio_of(times, name, "closed form") for name in ("torch.func", "curvlinops")},
+                "faster": {
+                    name: ratio_of(times, name, "closed form")
+                    for name in ("torch.func", "curvlinops")
+                },
                 "difference": float((ours - exact).abs().max() / exact.abs().max()),
                 "difference_of_peer": float((theirs - exact).abs().max() / exact.abs().max()),
             }
@@ -86,9 +103,10 @@ def dense(sizes: Sequence[tuple[int, int]], rounds: int) -> Results:
 def factored(length: int, width: int, rounds: int) -> Results:
     """Trace, diagonal and Frobenius norm in closed form, against curvlinops.
 
-    Trace and norm by Hutchinson: `n` probes have the standard error of one over √n; the number for 1 % is reckoned from the
-    spread of single probes, and its time from that of a product. The diagonal would take more probes than the block has
-    columns, so that for all three the whole block, `H @ I`, is cheaper, and exact.
+    Trace and norm by Hutchinson: `n` probes have the standard error of one over √n; the number for
+    1 % is reckoned from the spread of single probes, and its time from that of a product. The
+    diagonal would take more probes than the block has columns, so that for all three the whole
+    block, `H @ I`, is cheaper, and exact.
     """
     from curvlinops import hutchinson_squared_fro, hutchinson_trace
 
@@ -97,14 +115,18 @@ def factored(length: int, width: int, rounds: int) -> Results:
     def ours() -> list[tuple[float, Tensor, float]]:
         hessian = case.closed_form()
         blocks = [hessian.factored(role) for role in ROLES]
-        return [(float(block.trace()), block.diagonal(), float(block.squared_frobenius())) for block in blocks]
+        return [
+            (float(block.trace()), block.diagonal(), float(block.squared_frobenius()))
+            for block in blocks
+        ]
 
     found = {}
     for number, role in enumerate(ROLES):
         exact, operator = ours()[number], case.curvlinops(role)
         torch.manual_seed(0)
         traces, squares = (
-            [float(f(operator, num_matvecs=1)) for _ in range(PILOT)] for f in (hutchinson_trace, hutchinson_squared_fro)
+            [float(f(operator, num_matvecs=1)) for _ in range(PILOT)]
+            for f in (hutchinson_trace, hutchinson_squared_fro)
         )
         begin = time.perf_counter()
         hutchinson_squared_fro(operator, num_matvecs=PILOT)
@@ -190,25 +212,39 @@ def products(config: GPT2Config, batch: int, rounds: int) -> Results:
     v = torch.randn(sum(p.numel() for p in model.parameters()))
     with sdpa_kernel(SDPBackend.MATH):
         theirs = {
-            "Hessian": HessianLinearOperator(Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options),
-            "Gauss-Newton": GGNLinearOperator(Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options),
+            "Hessian": HessianLinearOperator(
+                Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options
+            ),
+            "Gauss-Newton": GGNLinearOperator(
+                Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options
+            ),
         }
         ours = {"Hessian": HessianOperator, "Gauss-Newton": GaussNewtonOperator}
-        ours = {name: cls(model, lambda: model(tokens, targets), check_deterministic=False) for name, cls in ours.items()}
+        ours = {
+            name: cls(model, lambda: model(tokens, targets), check_deterministic=False)
+            for name, cls in ours.items()
+        }
         arms = {f"{name}, blockopt": lambda A=A: A @ v for name, A in ours.items()}
         arms |= {f"{name}, curvlinops": lambda A=A: A @ v for name, A in theirs.items()}
-        difference = {name: float((ours[name] @ v - theirs[name] @ v).norm() / (theirs[name] @ v).norm()) for name in ours}
+        difference = {
+            name: float((ours[name] @ v - theirs[name] @ v).norm() / (theirs[name] @ v).norm())
+            for name in ours
+        }
         times = interleaved(arms, rounds, "Products")
         kept = HessianOperator(model, lambda: model(tokens, targets), check_deterministic=False)
         with kept.keep_graph():
             again = interleaved(
-                {"kept": lambda: kept @ v, "curvlinops": arms["Hessian, curvlinops"]}, rounds, "Products, graph kept"
+                {"kept": lambda: kept @ v, "curvlinops": arms["Hessian, curvlinops"]},
+                rounds,
+                "Products, graph kept",
             )
     return {
         "parameters": len(v),
         "milliseconds": {name: 1e3 * median(t) for name, t in times.items()}
         | {"Hessian, graph kept": 1e3 * median(again["kept"])},
-        "ratio": {name: ratio_of(times, f"{name}, blockopt", f"{name}, curvlinops") for name in ours}
+        "ratio": {
+            name: ratio_of(times, f"{name}, blockopt", f"{name}, curvlinops") for name in ours
+        }
         | {"Hessian, graph kept": ratio_of(again, "kept", "curvlinops")},
         "difference": difference,
     }
@@ -217,7 +253,10 @@ def products(config: GPT2Config, batch: int, rounds: int) -> Results:
 def cost_growth(lengths: Sequence[int], widths: Sequence[int], rounds: int) -> Results:
     """Seconds of trace, diagonal and Frobenius norm of each block, against length at one width and width at one length."""
     series: dict[str, dict[str, list[float]]] = {}
-    for what, sizes in (("length", [(n, widths[0]) for n in lengths]), ("width", [(lengths[0], n) for n in widths])):
+    for what, sizes in (
+        ("length", [(n, widths[0]) for n in lengths]),
+        ("width", [(lengths[0], n) for n in widths]),
+    ):
         series[what] = {role: [] for role in ROLES}
         for length, width in sizes:
             torch.manual_seed(0)
@@ -229,13 +268,17 @@ def cost_growth(lengths: Sequence[int], widths: Sequence[int], rounds: int) -> R
                 block = hessian.factored(role)
                 block.trace(), block.diagonal(), block.squared_frobenius()
 
-            times = interleaved({role: lambda role=role: run(role) for role in ROLES}, rounds, f"Growth, {what}")
+            times = interleaved(
+                {role: lambda role=role: run(role) for role in ROLES}, rounds, f"Growth, {what}"
+            )
             for role in ROLES:
                 series[what][role].append(min(times[role]))
     at = {"length": list(lengths), "width": list(widths)}
     slopes = {
         what: {
-            role: fit_exponent(torch.tensor(at[what][-3:]).double(), torch.tensor(t[-3:]).double()).value
+            role: fit_exponent(
+                torch.tensor(at[what][-3:]).double(), torch.tensor(t[-3:]).double()
+            ).value
             for role, t in roles.items()
         }
         for what, roles in series.items()
@@ -251,14 +294,30 @@ def plot(path: Path, growth: Results) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    # Leading terms: C_i takes L² d², E_i = C_iᵀ Λ C_i takes L d³, for keys inner products of d by d matrices L² d², of T_i L³.
-    expected = {"length": {"query": 2, "key": 3, "value": 2}, "width": {"query": 3, "key": 3, "value": 2}}
+    # Leading terms: C_i takes L² d², E_i = C_iᵀ Λ C_i takes L d³, for keys inner products of d by d
+    # matrices L² d², of T_i L³.
+    expected = {
+        "length": {"query": 2, "key": 3, "value": 2},
+        "width": {"query": 3, "key": 3, "value": 2},
+    }
     for axis, what in zip(axes, ("length", "width")):
         for role, colour in zip(ROLES, ("tab:blue", "tab:orange", "tab:green")):
             at, seconds = growth["at"][what], growth["seconds"][what][role]
             slope, theory = growth["slopes_of_last_three"][what][role], expected[what][role]
-            axis.loglog(at, seconds, "o-", color=colour, label=f"{role}: last slope {slope:.1f}, theory at most {theory}")
-            axis.loglog(at, [seconds[-1] * (n / at[-1]) ** theory for n in at], "--", color=colour, alpha=0.5)
+            axis.loglog(
+                at,
+                seconds,
+                "o-",
+                color=colour,
+                label=f"{role}: last slope {slope:.1f}, theory at most {theory}",
+            )
+            axis.loglog(
+                at,
+                [seconds[-1] * (n / at[-1]) ** theory for n in at],
+                "--",
+                color=colour,
+                alpha=0.5,
+            )
         axis.set_xlabel({"length": "length of the sequence L", "width": "width d = dk"}[what])
         axis.set_xticks(at, [str(n) for n in at])
         axis.minorticks_off()
@@ -325,32 +384,52 @@ def tables(results: Results, machine: dict[str, Any]) -> None:
     show(
         f"Products with a vector, GPT of {gpt['parameters'] / 1e6:.1f}M parameters: time over that of curvlinops",
         ["operator", "ratio", "target", "met?"],
-        [[name, f"{r:.2f}", f"<= {PRODUCT_TARGET:g}", met(r, PRODUCT_TARGET, False)] for name, r in gpt["ratio"].items()],
+        [
+            [name, f"{r:.2f}", f"<= {PRODUCT_TARGET:g}", met(r, PRODUCT_TARGET, False)]
+            for name, r in gpt["ratio"].items()
+        ],
         machine,
     )
 
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=7, help="rounds of the dense forms and the products (default: 7)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=7,
+        help="rounds of the dense forms and the products (default: 7)",
+    )
     parser.add_argument("--threads", type=positive, default=1, help="threads of torch (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, in seconds, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, in seconds, to see that it works"
+    )
     add_outputs(parser, "hessian_speed")
     arguments = parser.parse_args()
     check(parser, arguments, ["curvlinops", "matplotlib"])
     quick, rounds = arguments.quick, 2 if arguments.quick else arguments.rounds
     results: Results = {}
     with machine_of_run() as machine:
-        results["gpt2_small"] = gpt2_small(*((64, 32, 4) if quick else (1024, 768, 12)))  # first: it is about peak memory
+        results["gpt2_small"] = gpt2_small(
+            *((64, 32, 4) if quick else (1024, 768, 12))
+        )  # first: it is about peak memory
         results["dense"] = dense(SIZES[:1] if quick else SIZES, rounds)
         results["factored"] = factored(*((17, 8) if quick else (64, 64)), rounds)
         results["products"] = products(PRESETS["0.5M"], 2 if quick else 8, rounds)
-        sizes = ((16, 32, 64), (8, 16, 32)) if quick else ((64, 128, 256, 512, 1024), (32, 64, 128, 256, 512))
+        sizes = (
+            ((16, 32, 64), (8, 16, 32))
+            if quick
+            else ((64, 128, 256, 512, 1024), (32, 64, 128, 256, 512))
+        )
         results["growth"] = cost_growth(*sizes, 1 if quick else 3)
     tables(results, machine)
     if machine["waiting"] is not None and machine["waiting"] > BUSY:
-        CONSOLE.print("[red]Other processes wanted the cores during this run: do not trust its times.")
+        CONSOLE.print(
+            "[red]Other processes wanted the cores during this run: do not trust its times."
+        )
     save(arguments.output, {"machine": machine, **results})
     plot(arguments.plot, results["growth"])
 

@@ -27,24 +27,33 @@ from benchmarks.lib.arms import (
     verdict,
 )
 
-SHARE = 0.05  # of the parameters' bytes that a step may allocate, unless the largest tensor is larger
+SHARE = (
+    0.05  # of the parameters' bytes that a step may allocate, unless the largest tensor is larger
+)
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors in the state."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
     """The most bytes that are allocated at one time by the function and not yet freed.
 
-    Torch's CPU allocator reports every allocation and release to the profiler, those inside of kernels too. Tensors from before
-    are not counted, nor is their release.
+    Torch's CPU allocator reports every allocation and release to the profiler, those inside of
+    kernels too. Tensors from before are not counted, nor is their release.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
@@ -57,7 +66,9 @@ def measure(arm: Arm, problem: Problem) -> dict[str, Any]:
     optimizer = arm.build(problem)
     optimizer.step()
     peak = peak_bytes(optimizer.step)
-    sizes = [p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"]]
+    sizes = [
+        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"]
+    ]
     count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return {
         "parameters": count,
@@ -87,7 +98,9 @@ def table_row(arm: Arm, measured: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, print, save."""
-    arguments = parse(make_parser("Bytes of state a parameter, and peak of allocations during a step.", "memory"))
+    arguments = parse(
+        make_parser("Bytes of state a parameter, and peak of allocations during a step.", "memory")
+    )
     problem = make_problem(arguments.size, arguments.layout)
     arms = [arm for arm in ARMS if arm.suite == "main" or not arguments.no_muon]
     results = {}
@@ -99,12 +112,18 @@ def main() -> None:
     description = describe_problem(problem)
     columns = ["arm", "state B/param", "target", "met?", "peak MB", "target", "met?"]
     rows = [table_row(arm, results[arm.name]) for arm in arms]
-    title = f"Memory of a step, {description['parameters'] / 1e6:.1f}M parameters, {arguments.layout}"
+    title = (
+        f"Memory of a step, {description['parameters'] / 1e6:.1f}M parameters, {arguments.layout}"
+    )
     show(title, columns, rows, machine)
     save(arguments.output, {"machine": machine, "problem": description, "arms": results})
     state = [results[arm.name]["state_bytes_per_parameter"] for arm in arms]
     peak = [results[arm.name]["peak_bytes"] / 1e6 for arm in arms]
-    plot_bars(arguments.plot, [("bytes of state a parameter", arms, state), ("peak MB during a step", arms, peak)], machine)
+    plot_bars(
+        arguments.plot,
+        [("bytes of state a parameter", arms, state), ("peak MB during a step", arms, peak)],
+        machine,
+    )
 
 
 if __name__ == "__main__":

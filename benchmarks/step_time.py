@@ -26,14 +26,18 @@ from benchmarks.lib.arms import (
 )
 
 WARM_UP = 2
-BUSY = 0.2  # share of a run with some process waiting for a core, from which on its times mean little
+BUSY = (
+    0.2  # share of a run with some process waiting for a core, from which on its times mean little
+)
 
 
-def measure(arms: Sequence[Arm], problem: Problem, rounds: int, warm_up: int) -> dict[str, list[float]]:
+def measure(
+    arms: Sequence[Arm], problem: Problem, rounds: int, warm_up: int
+) -> dict[str, list[float]]:
     """Seconds of each step, `{arm: one time a round}`.
 
-    In a round every arm steps once, so that a disturbance of the machine hits all of them; the order rotates from round to
-    round. Ratios are taken within a round.
+    In a round every arm steps once, so that a disturbance of the machine hits all of them; the
+    order rotates from round to round. Ratios are taken within a round.
     """
     optimizers = {arm.name: arm.build(problem) for arm in arms}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
@@ -54,7 +58,11 @@ def measure(arms: Sequence[Arm], problem: Problem, rounds: int, warm_up: int) ->
 def ratio(times: dict[str, list[float]], name: str, reference: str) -> dict[str, float]:
     """Median and quartiles over the rounds of the ratio within a round."""
     ratios = sorted(mine / other for mine, other in zip(times[name], times[reference]))
-    return {"median": median(ratios), "low": ratios[len(ratios) // 4], "high": ratios[(3 * len(ratios)) // 4]}
+    return {
+        "median": median(ratios),
+        "low": ratios[len(ratios) // 4],
+        "high": ratios[(3 * len(ratios)) // 4],
+    }
 
 
 def summarize(arm: Arm, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -62,8 +70,19 @@ def summarize(arm: Arm, times: dict[str, list[float]]) -> dict[str, Any]:
     comparisons = []
     for reference, target in arm.targets:
         measured = ratio(times, arm.name, reference)
-        comparisons.append({"reference": reference, **measured, "target": target, "met": measured["median"] <= target})
-    return {"median_ms": 1e3 * median(times[arm.name]), "seconds": times[arm.name], "comparisons": comparisons}
+        comparisons.append(
+            {
+                "reference": reference,
+                **measured,
+                "target": target,
+                "met": measured["median"] <= target,
+            }
+        )
+    return {
+        "median_ms": 1e3 * median(times[arm.name]),
+        "seconds": times[arm.name],
+        "comparisons": comparisons,
+    }
 
 
 def table_rows(name: str, summary: dict[str, Any]) -> list[list[str]]:
@@ -71,7 +90,16 @@ def table_rows(name: str, summary: dict[str, Any]) -> list[list[str]]:
     rows = []
     for c in summary["comparisons"]:
         quartiles = f"{c['median']:.2f} ({c['low']:.2f}-{c['high']:.2f})"
-        rows.append(["", "", c["reference"], quartiles, f"<= {c['target']}", verdict(c["median"], c["target"])])
+        rows.append(
+            [
+                "",
+                "",
+                c["reference"],
+                quartiles,
+                f"<= {c['target']}",
+                verdict(c["median"], c["target"]),
+            ]
+        )
     rows = rows or [[""] * 6]
     rows[0][:2] = name, f"{summary['median_ms']:.1f}"
     return rows
@@ -79,7 +107,9 @@ def table_rows(name: str, summary: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = make_parser("Time optimizer.step() of blockopt and its peers, interleaved in one run.", "step_time")
+    parser = make_parser(
+        "Time optimizer.step() of blockopt and its peers, interleaved in one run.", "step_time"
+    )
     parser.add_argument("--rounds", type=positive, default=25, help="rounds of all arms but Muon")
     parser.add_argument("--muon-rounds", type=positive, default=2, help="rounds of the Muon arms")
     arguments = parse(parser)
@@ -102,10 +132,16 @@ def main() -> None:
             machine,
         )
         if machine["waiting"] is not None and machine["waiting"] > BUSY:
-            CONSOLE.print("[red]Other processes wanted the cores during this run: do not trust its times.")
-        panels.append((f"median ms a step, {what}", arms, [summaries[arm.name]["median_ms"] for arm in arms]))
+            CONSOLE.print(
+                "[red]Other processes wanted the cores during this run: do not trust its times."
+            )
+        panels.append(
+            (f"median ms a step, {what}", arms, [summaries[arm.name]["median_ms"] for arm in arms])
+        )
         results[suite] = {"machine": machine, "arms": summaries}
-        save(arguments.output, {"problem": description, "suites": results})  # each time: a run cut short keeps what it has
+        save(
+            arguments.output, {"problem": description, "suites": results}
+        )  # each time: a run cut short keeps what it has
         plot_bars(arguments.plot, panels, machine)
 
 

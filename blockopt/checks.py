@@ -12,7 +12,9 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise `ValueError` unless the value is one of those allowed."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+        raise ValueError(
+            f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}."
+        )
 
 
 def check_count(name: str, value: object, smallest: int = 1) -> None:

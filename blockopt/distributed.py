@@ -1,7 +1,8 @@
 """Many processes: what ranks agree on, and parameters that are sharded over them (FSDP2, tensor parallelism: `DTensor`).
 
-A block's boundaries need not meet a shard's, so a sharded parameter is never cut into blocks. Updates are elementwise on the
-local part; what differs by block is a short vector, complete on every rank, of which each takes its part.
+A block's boundaries need not meet a shard's, so a sharded parameter is never cut into blocks.
+Updates are elementwise on the local part; what differs by block is a short vector, complete on
+every rank, of which each takes its part.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def mean_over_ranks(values: Tensor, device: torch.device) -> Tensor:
 def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """The loss closure of a sharded model, made to fail on all ranks if it fails on one.
 
-    The backward pass of a sharded model waits for all ranks. So if one refuses a loss that is not finite, all must.
+    The backward pass of a sharded model waits for all ranks. So if one refuses a loss that is not
+    finite, all must.
     """
 
     def run() -> Any:
@@ -104,7 +106,10 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
-    placements = [p if isinstance(p, Shard) and whole.shape[p.dim] > 1 else Replicate() for p in like.placements]  # type: ignore[attr-defined]
+    placements = [
+        p if isinstance(p, Shard) and whole.shape[p.dim] > 1 else Replicate()
+        for p in like.placements
+    ]  # type: ignore[attr-defined]
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local(everywhere.redistribute(placements=placements))
 
@@ -113,7 +118,8 @@ def sum_over_ranks(part: Tensor, like: Tensor, dim: int | None, length: int) -> 
     """The whole of a vector that this rank has computed from the local part of `like`.
 
     Args:
-        part: Reduced over all dimensions of the local part except `dim`, or over all of them for `dim=None`.
+        part: Reduced over all dimensions of the local part except `dim`, or over all of them for
+            `dim=None`.
         like: The sharded parameter.
         dim: The dimension of `like` that `part` runs along.
         length: Of the whole vector.
@@ -129,7 +135,11 @@ def sum_over_ranks(part: Tensor, like: Tensor, dim: int | None, length: int) -> 
         else:
             placements.append(Shard(0) if placement.dim == dim else Partial())
     mesh = like.device_mesh  # type: ignore[attr-defined]
-    return full(DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size((length,)), stride=(1,)))
+    return full(
+        DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=torch.Size((length,)), stride=(1,)
+        )
+    )
 
 
 def largest_over_ranks(value: Tensor, parameters: list[Tensor]) -> Tensor:
@@ -140,6 +150,8 @@ def largest_over_ranks(value: Tensor, parameters: list[Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     for mesh in {p.device_mesh for p in sharded}:  # type: ignore[attr-defined]
-        part = DTensor.from_local(value.to(mesh.device_type), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+        part = DTensor.from_local(
+            value.to(mesh.device_type), mesh, [Partial("max")] * mesh.ndim, run_check=False
+        )
         value = full(part)
     return value

@@ -25,17 +25,18 @@ Batch = Mapping[str, Any]
 class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Gives every Hessian block its own learning rate in a `Trainer`, see `BlockLR`.
 
-    The batches that the curvature is measured on are drawn at random from the training set, with the collator of the Trainer
-    and a seed of their own: the order of the training data and all other random numbers stay what they are. The state is part
-    of the Trainer's checkpoints, and `trainer.train(resume_from_checkpoint=…)` goes on from it.
+    The batches that the curvature is measured on are drawn at random from the training set, with
+    the collator of the Trainer and a seed of their own: the order of the training data and all
+    other random numbers stay what they are. The state is part of the Trainer's checkpoints, and
+    `trainer.train(resume_from_checkpoint=…)` goes on from it.
 
         optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=3e-3)
         block_lr = BlockLRCallback(every=100)
-        trainer = Trainer(model, args, train_dataset=dataset, optimizers=(optimizer, None), callbacks=[block_lr])
-        trainer.train()
-        block_lr.block_lr.history.plot("block_lr.png")
+        trainer = Trainer(model, args, train_dataset=dataset, optimizers=(optimizer, None),
+        callbacks=[block_lr]) trainer.train() block_lr.block_lr.history.plot("block_lr.png")
 
-    Pass the optimizer as above: that of the Trainer has one group with weight decay and one without, too few for the blocks.
+    Pass the optimizer as above: that of the Trainer has one group with weight decay and one
+    without, too few for the blocks.
 
     Args:
         curvature: See `BlockLR`, also for the next nine.
@@ -48,17 +49,18 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         beta: Weight of the past in the smoothed scales.
         num_probes: Samples a batch.
         seed: Of these samples and of the batches.
-        batch: What to measure on instead: a function that returns a batch for each refresh. Needed for a training set without
-            a length.
-        compute_loss: A function of model and batch that returns the mean loss, such as `trainer.compute_loss`, for a loss that
-            is not the model's own.
+        batch: What to measure on instead: a function that returns a batch for each refresh. Needed
+            for a training set without a length.
+        compute_loss: A function of model and batch that returns the mean loss, such as
+            `trainer.compute_loss`, for a loss that is not the model's own.
 
     Attributes:
         block_lr: The `BlockLR` of the last training, None before the first.
 
     Raises:
-        ValueError: If `batch` or `compute_loss` is no function; and when training begins, if an option is out of range,
-            `BlockLR` cannot serve the optimizer, or the training set has no length and there is no `batch`.
+        ValueError: If `batch` or `compute_loss` is no function; and when training begins, if an
+            option is out of range, `BlockLR` cannot serve the optimizer, or the training set has no
+            length and there is no `batch`.
     """
 
     def __init__(
@@ -79,12 +81,26 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         for name, function in (("batch", batch), ("compute_loss", compute_loss)):
             if function is not None and not callable(function):
-                raise ValueError(f"Invalid {name}={function!r}. Must be a function, which no checkpoint can restore.")
+                raise ValueError(
+                    f"Invalid {name}={function!r}. Must be a function, which no checkpoint can restore."
+                )
         self.block_lr: BlockLR | None = None
         self.saved: str | None = None
         self._options: dict[str, Any] = {
-            **{"curvature": curvature, "every": every, "warmup": warmup, "until": until, "power": power},
-            **{"bounds": tuple(bounds), "by": by, "beta": beta, "num_probes": num_probes, "seed": seed},
+            **{
+                "curvature": curvature,
+                "every": every,
+                "warmup": warmup,
+                "until": until,
+                "power": power,
+            },
+            **{
+                "bounds": tuple(bounds),
+                "by": by,
+                "beta": beta,
+                "num_probes": num_probes,
+                "seed": seed,
+            },
         }
         self._given_batch, self._compute_loss = batch, compute_loss
 
@@ -94,22 +110,28 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             file = io.BytesIO()
             torch.save(self.block_lr.state_dict(), file)
             self.saved = base64.b64encode(zlib.compress(file.getvalue())).decode()
-        # Functions are no JSON. By their names, a Trainer that makes the callback anew from its state is told what is missing.
+        # Functions are no JSON. By their names, a Trainer that makes the callback anew from its
+        # state is told what is missing.
         extras = {"batch": self._given_batch, "compute_loss": self._compute_loss}
-        given = {name: value for name, value in {**self._options, **extras}.items() if value is not None}
+        given = {
+            name: value for name, value in {**self._options, **extras}.items() if value is not None
+        }
         options = {name: repr(value) if callable(value) else value for name, value in given.items()}
         return {"args": options, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
         dataset = getattr(kwargs["train_dataloader"], "dataset", None)
-        if self._given_batch is None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if self._given_batch is None and not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
             raise ValueError(
                 f"The training set, a {type(dataset).__name__}, has no length to draw batches from. Pass "
                 "BlockLRCallback(batch=…), a function that returns a batch."
             )
         self.block_lr = BlockLR(kwargs["optimizer"], kwargs["model"], **self._options)
-        # The Trainer expects an entry for each of its callbacks, also when it resumes from a checkpoint of a run without them.
+        # The Trainer expects an entry for each of its callbacks, also when it resumes from a
+        # checkpoint of a run without them.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if state.global_step > 0:
             saved = entry.get("attributes", {}).get("saved")
@@ -123,8 +145,12 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         def loss() -> Tensor:
             if not drawn:  # once: the two gradients of a secant are of one batch
-                batch = self._draw(kwargs["train_dataloader"], args.train_batch_size, block_lr.num_steps)
-                drawn.append({k: v.to(args.device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+                batch = self._draw(
+                    kwargs["train_dataloader"], args.train_batch_size, block_lr.num_steps
+                )
+                drawn.append(
+                    {k: v.to(args.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                )
             if self._compute_loss is not None:
                 return self._compute_loss(kwargs["model"], dict(drawn[0]))
             outputs = kwargs["model"](**drawn[0])

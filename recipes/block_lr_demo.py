@@ -4,7 +4,8 @@
     python recipes/block_lr_demo.py --curvature analytic     another estimator
     python recipes/block_lr_demo.py --help
 
-Writes `block_lr.png`, the curvature and the scale of each role over the steps, and the same numbers as `block_lr.csv`.
+Writes `block_lr.png`, the curvature and the scale of each role over the steps, and the same numbers
+as `block_lr.csv`.
 """
 
 from __future__ import annotations
@@ -30,25 +31,63 @@ EVALUATION = 16  # batches
 
 def main() -> None:
     """Train, print the table of scales, draw their history."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--curvature", default="newton", choices=blockopt.curvature.ESTIMATORS, help="default: %(default)s")
-    parser.add_argument("--every", type=int, default=10, help="optimizer steps between refreshes (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the probes (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder to write to (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--curvature",
+        default="newton",
+        choices=blockopt.curvature.ESTIMATORS,
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=10,
+        help="optimizer steps between refreshes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the model, the data and the probes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("results"),
+        help="folder to write to (default: %(default)s)",
+    )
     options = parser.parse_args()
     if options.steps < 1 or options.lr <= 0:
         parser.error("needs --steps >= 1 and --lr > 0")
 
     torch.manual_seed(options.seed)
-    data, shape = load_data("stdlib", tokenizer="bytes"), {"batch_size": BATCH_SIZE, "context": CONFIG.context}
-    training, validation = data.batches("train", seed=options.seed, **shape), data.batches("validation", seed=0, **shape)
+    data, shape = (
+        load_data("stdlib", tokenizer="bytes"),
+        {"batch_size": BATCH_SIZE, "context": CONFIG.context},
+    )
+    training, validation = (
+        data.batches("train", seed=options.seed, **shape),
+        data.batches("validation", seed=0, **shape),
+    )
     model = GPT2(CONFIG)
-    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model, weight_decay=0.1), lr=options.lr, betas=(0.9, 0.95))
+    optimizer = blockopt.BlockAdamW(
+        blockopt.param_groups(model, weight_decay=0.1), lr=options.lr, betas=(0.9, 0.95)
+    )
     warmup = max(1, options.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear(step, options.steps, warmup=warmup))
-    block_lr = blockopt.BlockLR(optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: linear(step, options.steps, warmup=warmup)
+    )
+    block_lr = blockopt.BlockLR(
+        optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed
+    )
     for step in track(range(options.steps), description="training"):
         tokens = training[step]
         model(*tokens).backward()
@@ -62,7 +101,9 @@ def main() -> None:
     with torch.no_grad():
         held_out = statistics.fmean(model(*validation[index]).item() for index in range(EVALUATION))
     console.print(f"loss on held-out files after {options.steps} steps: {held_out:.3f}")
-    console.print(f"{len(block_lr.history)} refreshes; scales after the last:\n{block_lr.last_scales}")
+    console.print(
+        f"{len(block_lr.history)} refreshes; scales after the last:\n{block_lr.last_scales}"
+    )
     options.output.mkdir(parents=True, exist_ok=True)
     block_lr.history.plot(options.output / "block_lr.png")
     block_lr.history.to_csv(options.output / "block_lr.csv")

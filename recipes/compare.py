@@ -7,9 +7,10 @@
     python recipes/compare.py --list                            the arms, and what each is tuned over
     python recipes/compare.py --help
 
-Writes `report.html`, which needs nothing else, plots, and a JSONL file a run to `results/compare-PRESET`. After a kill or
-Ctrl-C the same command goes on where it was: finished runs are read, not run again, and a run that was cut off goes on from its
-last checkpoint (one every two minutes).
+Writes `report.html`, which needs nothing else, plots, and a JSONL file a run to
+`results/compare-PRESET`. After a kill or Ctrl-C the same command goes on where it was: finished
+runs are read, not run again, and a run that was cut off goes on from its last checkpoint (one every
+two minutes).
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from recipes.common.checkpoints import run_lock
@@ -73,19 +81,45 @@ def main() -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=presets(), default="demo", help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some of --list; AdamW and what controls are for come too")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        metavar="ARM",
+        help="some of --list; AdamW and what controls are for come too",
+    )
     parser.add_argument("--seeds", type=int, help="test seeds (default: that of the preset)")
-    parser.add_argument("--budget", type=int, help="tuning runs an arm (default: that of the preset)")
-    parser.add_argument("--steps", type=int, help="of the main length (default: that of the preset)")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one process each (default: %(default)s)")
+    parser.add_argument(
+        "--budget", type=int, help="tuning runs an arm (default: that of the preset)"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="of the main length (default: that of the preset)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="runs at a time, one process each (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each run (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="to train on (default: %(default)s)")
-    parser.add_argument("--data", help="as in recipes/data.py (default: that of the preset, stdlib)")
-    parser.add_argument("--cache", type=Path, help="folder for tokens (default: $BLOCKOPT_CACHE or ~/.cache/blockopt)")
-    parser.add_argument("--out", type=Path, help="folder of the report (default: results/compare-PRESET)")
-    parser.add_argument("--list", action="store_true", help="list the arms and their search spaces, and stop")
+    parser.add_argument(
+        "--data", help="as in recipes/data.py (default: that of the preset, stdlib)"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder for tokens (default: $BLOCKOPT_CACHE or ~/.cache/blockopt)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the report (default: results/compare-PRESET)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the arms and their search spaces, and stop"
+    )
     return parser
 
 
@@ -93,14 +127,20 @@ def chosen_studies(options: argparse.Namespace) -> tuple[list[Study], dict[str, 
     """The studies with what the flags change, and the arms that cannot be run, with the reason.
 
     Raises:
-        ValueError: If a flag is out of range, or names an unknown arm or an arm whose package is not installed.
+        ValueError: If a flag is out of range, or names an unknown arm or an arm whose package is
+            not installed.
     """
     if options.workers < 1:
         raise ValueError(f"Invalid --workers {options.workers}. Must be >= 1.")
     studies, left_out = [], {}
     for study in presets()[options.preset]:
-        changes = {name: getattr(options, name) for name in ("seeds", "budget", "steps", "threads", "device")}
-        study = replace(study, **{name: value for name, value in changes.items() if value is not None})
+        changes = {
+            name: getattr(options, name)
+            for name in ("seeds", "budget", "steps", "threads", "device")
+        }
+        study = replace(
+            study, **{name: value for name, value in changes.items() if value is not None}
+        )
         if options.data is not None:
             study = replace(study, data=replace(study.data, source=options.data))
         if options.arms is not None:
@@ -120,7 +160,9 @@ def chosen_studies(options: argparse.Namespace) -> tuple[list[Study], dict[str, 
     return studies, left_out
 
 
-def compare(studies: list[Study], left_out: dict[str, str], folder: Path, number: int, console: Console) -> list[Comparison]:
+def compare(
+    studies: list[Study], left_out: dict[str, str], folder: Path, number: int, console: Console
+) -> list[Comparison]:
     """Run all studies, one after another: each starts tuning at the best of the one before.
 
     Args:
@@ -130,7 +172,13 @@ def compare(studies: list[Study], left_out: dict[str, str], folder: Path, number
         number: Of workers.
         console: To draw the progress bar on.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     about, comparisons, best = provenance(), [], {}
     with (
         run_lock(folder),
@@ -138,7 +186,9 @@ def compare(studies: list[Study], left_out: dict[str, str], folder: Path, number
         workers(number, folder / "runs", about) as submit,
     ):
         for study in studies:
-            task = progress.add_task(f"{study.name} parameters, runs", total=study.runs_per_arm() * len(study.arms))
+            task = progress.add_task(
+                f"{study.name} parameters, runs", total=study.runs_per_arm() * len(study.arms)
+            )
 
             def show(config: RunConfig, result: RunResult, task: int = task) -> None:
                 progress.update(task, advance=1, description=f"{config.arm} {result.final:.3f}")
@@ -154,7 +204,11 @@ def list_arms(console: Console) -> None:
     """Print every arm and its search space."""
     table = Table("arm", "what it is", "tuned over: start (factor)")
     for arm in ARMS.values():
-        table.add_row(arm.name, arm.about, ", ".join(f"{axis.name} {axis.start:g} (×{axis.factor:g})" for axis in arm.space))
+        table.add_row(
+            arm.name,
+            arm.about,
+            ", ".join(f"{axis.name} {axis.start:g} (×{axis.factor:g})" for axis in arm.space),
+        )
     console.print(table)
 
 

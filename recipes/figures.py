@@ -5,9 +5,10 @@
     python recipes/figures.py --figure all             the papers' sizes and 20 repeats: hours
     python recipes/figures.py --help
 
-Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a Transformer?" (ICLR 2025), `sink` that
-of Singh, Ormaniec and Hofmann, "Cracking the Hessian" (2025), and the last three those of Petrov et al., arXiv 2510.16927, on
-images that we make. Where a figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
+Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a
+Transformer?" (ICLR 2025), `sink` that of Singh, Ormaniec and Hofmann, "Cracking the Hessian"
+(2025), and the last three those of Petrov et al., arXiv 2510.16927, on images that we make. Where a
+figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
 """
 
 from __future__ import annotations
@@ -46,16 +47,28 @@ EFFORTS = {"full": FULL, "quick": QUICK, "tiny": TINY}
 
 def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> Outcome:
     """Make one figure, write `figure_<name>.png` and `figure_<name>.json`, and print its table."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     start = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
         outcome = FIGURES[name](Run(effort, progress))
     seconds = time.perf_counter() - start
     outcome.figure.savefig(out / f"figure_{name}.png", dpi=110)
     record = {"figure": name, "mode": mode, "seconds": round(seconds, 1), **outcome.as_dict()}
-    (out / f"figure_{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    (out / f"figure_{name}.md").write_text(f"**{outcome.title}** ({mode}; {outcome.setting})\n\n{outcome.markdown()}\n")
-    table = Table(title=f"Figure {name}: {outcome.title}\n{outcome.setting}; {mode}, {seconds:.0f} s", title_justify="left")
+    (out / f"figure_{name}.json").write_text(
+        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    )
+    (out / f"figure_{name}.md").write_text(
+        f"**{outcome.title}** ({mode}; {outcome.setting})\n\n{outcome.markdown()}\n"
+    )
+    table = Table(
+        title=f"Figure {name}: {outcome.title}\n{outcome.setting}; {mode}, {seconds:.0f} s",
+        title_justify="left",
+    )
     for column in HEADER:
         table.add_column(column)
     for check in outcome.checks:
@@ -67,12 +80,30 @@ def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> O
 
 def main() -> None:
     """Make the figures that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which one (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--figure",
+        choices=[*FIGURES, "all"],
+        default="all",
+        help="which one (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
-    parser.add_argument("--tiny", action="store_true", help="smallest sizes, to see that it runs; the numbers mean nothing")
-    parser.add_argument("--repeats", type=int, help="other than those of the mode, which full has 20 of and quick 3")
-    parser.add_argument("--out", type=Path, default=Path("results/figures"), help="folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="smallest sizes, to see that it runs; the numbers mean nothing",
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="other than those of the mode, which full has 20 of and quick 3"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/figures"),
+        help="folder to write to (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     if arguments.repeats is not None and arguments.repeats < 1:

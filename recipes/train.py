@@ -3,20 +3,24 @@
     python recipes/train.py                                                  GPT-2 of 0.5M, standard library, BlockAdamW
     python recipes/train.py --optimizer adamw --lr 3e-3 --schedule linear    torch's AdamW
     python recipes/train.py --curvature newton                               a learning rate for every block
-    python recipes/train.py --model small --tokenizer gpt2 --data corpus/ --precision bf16 --compile --accumulate 8
-    python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr 1e-4
+    python recipes/train.py --model small --tokenizer gpt2 --data corpus/ --precision bf16 --compile
+    --accumulate 8 python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr
+    1e-4
     python recipes/train.py --output results/train --resume                  go on after a kill: the same losses as without
 
-    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml recipes/train.py --cpu --batch-size 16
-    accelerate launch --config_file recipes/accelerate/multi_gpu_ddp.yaml recipes/train.py --model medium --batch-size 64
-    accelerate launch --config_file recipes/accelerate/multi_gpu_fsdp2.yaml recipes/train.py --model medium --batch-size 64
-    accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip NAME recipes/train.py
+    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml recipes/train.py --cpu
+    --batch-size 16 accelerate launch --config_file recipes/accelerate/multi_gpu_ddp.yaml
+    recipes/train.py --model medium --batch-size 64 accelerate launch --config_file
+    recipes/accelerate/multi_gpu_fsdp2.yaml recipes/train.py --model medium --batch-size 64
+    accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank 0
+    --main_process_ip NAME recipes/train.py
 
-`--batch-size` is that of a whole step, over all processes and micro-batches, so a run means the same on any number of them.
-With `--curvature` block learning rates depend a little on the number of processes: each measures the curvature of its share of
-the batch, and these are averaged. They do not depend on micro-batches, but where samples are drawn, which are then others.
-Writes to the folder of the run: `log.jsonl` (a line a step, see `recipes/run_log.py`), `checkpoints/`, and at the end `model/`,
-for `from_pretrained` of transformers.
+`--batch-size` is that of a whole step, over all processes and micro-batches, so a run means the
+same on any number of them. With `--curvature` block learning rates depend a little on the number of
+processes: each measures the curvature of its share of the batch, and these are averaged. They do
+not depend on micro-batches, but where samples are drawn, which are then others. Writes to the
+folder of the run: `log.jsonl` (a line a step, see `recipes/run_log.py`), `checkpoints/`, and at the
+end `model/`, for `from_pretrained` of transformers.
 """
 
 from __future__ import annotations
@@ -47,14 +51,35 @@ from recipes.training.arguments import parse
 from recipes.training.export import export_model
 from recipes.training.models import build_model, context_of, token_loss
 from recipes.training.nonfinite import describe_nonfinite, nonfinite_blocks
-from recipes.training.processes import EXPECTED, OtherRankError, check_accelerator, leave, make_accelerator, together
+from recipes.training.processes import (
+    EXPECTED,
+    OtherRankError,
+    check_accelerator,
+    leave,
+    make_accelerator,
+    together,
+)
 from recipes.training.run_folder import check_folder, last_state, only_run_in, settings_of
 from recipes.training.run_log import RunLog, describe_run
-from recipes.training.training_state import averaged_weights, load_random_state, load_training_state, reshard, training_state
+from recipes.training.training_state import (
+    averaged_weights,
+    load_random_state,
+    load_training_state,
+    reshard,
+    training_state,
+)
 
 Batch = tuple[Tensor, Tensor]
 Evaluated = tuple[int, float] | None  # after which step, and the held-out loss
-DATA = ("vocab_size", "tokenizer", "cache", "validation_fraction", "max_tokens", "text_column", "streaming")
+DATA = (
+    "vocab_size",
+    "tokenizer",
+    "cache",
+    "validation_fraction",
+    "max_tokens",
+    "text_column",
+    "streaming",
+)
 
 
 @dataclass
@@ -75,7 +100,10 @@ class Run:
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """The part of a batch that this process takes, in `accumulate` pieces of one size, on its device."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        inputs, targets = (part.chunk(ranks)[rank].to(self.accelerator.device).chunk(self.accumulate) for part in batch)
+        inputs, targets = (
+            part.chunk(ranks)[rank].to(self.accelerator.device).chunk(self.accumulate)
+            for part in batch
+        )
         return list(zip(inputs, targets))
 
     def backward(self, micro_batches: list[Batch]) -> float:
@@ -106,7 +134,9 @@ class Run:
             group["lr"] = lr
         take_step(self.optimizer, lambda: token_loss(self.plain, *micro_batches[-1]))
         if self.block_lr is not None:
-            self.block_lr.step([partial(token_loss, self.model, *micro_batch) for micro_batch in micro_batches])
+            self.block_lr.step(
+                [partial(token_loss, self.model, *micro_batch) for micro_batch in micro_batches]
+            )
         self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -117,7 +147,9 @@ class Run:
             total = torch.zeros((), device=self.accelerator.device)
             for index in range(number):
                 for inputs, targets in self.micro_batches(batches[index]):
-                    total += token_loss(self.model, inputs, targets).float() / (number * self.accumulate)
+                    total += token_loss(self.model, inputs, targets).float() / (
+                        number * self.accumulate
+                    )
             self.model.train()
         if self.accelerator.is_fsdp2:
             reshard(self.model)
@@ -125,11 +157,21 @@ class Run:
 
     def save(self, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
         """Write a checkpoint, on rank 0; if that fails, it fails on all."""
-        content = about | training_state(self.accelerator, self.model, self.optimizer, self.block_lr)
-        together(lambda: checkpoints.save(about["step"], content) if self.accelerator.is_main_process else None)
+        content = about | training_state(
+            self.accelerator, self.model, self.optimizer, self.block_lr
+        )
+        together(
+            lambda: (
+                checkpoints.save(about["step"], content)
+                if self.accelerator.is_main_process
+                else None
+            )
+        )
 
 
-def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[TokenData, Batches, Batches | None]:
+def load_batches(
+    arguments: argparse.Namespace, say: Callable[[str], None]
+) -> tuple[TokenData, Batches, Batches | None]:
     """The data, their batches to train on, and those held out, if these are asked for.
 
     Raises:
@@ -141,28 +183,48 @@ def load_batches(arguments: argparse.Namespace, say: Callable[[str], None]) -> t
     size = {"batch_size": arguments.batch_size, "context": context}
     batches, held_out = data.batches("train", seed=arguments.seed, **size), None
     if batches.windows < arguments.batch_size:
-        say(f"There are {batches.windows:,} sequences to train on, and a step takes {arguments.batch_size:,}: some again.")
+        say(
+            f"There are {batches.windows:,} sequences to train on, and a step takes {arguments.batch_size:,}: some again."
+        )
     if arguments.eval_batches:
         held_out = data.batches("validation", seed=0, **size)
         evaluated = arguments.eval_batches * arguments.batch_size
         if held_out.windows < evaluated:
-            say(f"There are {held_out.windows:,} held-out sequences, and an evaluation takes {evaluated:,}: some again.")
+            say(
+                f"There are {held_out.windows:,} held-out sequences, and an evaluation takes {evaluated:,}: some again."
+            )
     return data, batches, held_out
 
 
-def make_run(arguments: argparse.Namespace, accelerator: Accelerator, data: TokenData, state: dict[str, Any] | None) -> Run:
+def make_run(
+    arguments: argparse.Namespace,
+    accelerator: Accelerator,
+    data: TokenData,
+    state: dict[str, Any] | None,
+) -> Run:
     """Model, optimizer and BlockLR, fresh or as a checkpoint has them."""
     set_seed(arguments.seed)
     model = together(lambda: build_model(arguments, data))
-    options = {name: getattr(arguments, name) for name in ("weight_decay", "betas", "momentum", "curvature")}
-    optimizer = together(lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options))
+    options = {
+        name: getattr(arguments, name)
+        for name in ("weight_decay", "betas", "momentum", "curvature")
+    }
+    optimizer = together(
+        lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options)
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     if state is not None:
         load_training_state(accelerator, model, optimizer, state)
     block_lr = None
     if arguments.curvature is not None:
-        options = {"every": arguments.curvature_every, "power": arguments.curvature_power, "by": arguments.curvature_by}
-        block_lr = blockopt.BlockLR(optimizer, model, curvature=arguments.curvature, seed=arguments.seed, **options)
+        options = {
+            "every": arguments.curvature_every,
+            "power": arguments.curvature_power,
+            "by": arguments.curvature_by,
+        }
+        block_lr = blockopt.BlockLR(
+            optimizer, model, curvature=arguments.curvature, seed=arguments.seed, **options
+        )
         if state is not None:
             block_lr.load_state_dict(state["block_lr"])
     if state is None:
@@ -177,7 +239,8 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
 
     Raises:
         CheckpointError: If the folder is taken, or a checkpoint cannot be read or written.
-        FloatingPointError: If loss or gradients are not finite; the message says where, and what is left.
+        FloatingPointError: If loss or gradients are not finite; the message says where, and what is
+            left.
     """
     together(lambda: check_accelerator(accelerator, arguments))
     with only_run_in(arguments.output, lambda: check_folder(arguments.output, arguments.resume)):
@@ -192,23 +255,40 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
             f"{numel:,} parameters, a vocabulary of {data.vocab_size:,}, {data.train.numel():,} tokens to train on"
         )
         if start == arguments.steps:
-            accelerator.print(f"The run in {arguments.output} is finished: {start} steps. To train its model on, give another")
+            accelerator.print(
+                f"The run in {arguments.output} is finished: {start} steps. To train its model on, give another"
+            )
             accelerator.print(f"--output and --hf-checkpoint {arguments.output / 'model'}.")
         known = (0.0, None) if state is None else (state["seconds"], state["evaluated"])
         path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
         with RunLog(path, after=start) as log, progress(arguments, accelerator, start) as show:
             if state is None:
-                seeds = {"model": arguments.seed, "data": arguments.seed, "curvature": arguments.seed}
-                counts = {"processes": accelerator.num_processes, "parameters": numel, "tokens": data.train.numel()}
+                seeds = {
+                    "model": arguments.seed,
+                    "data": arguments.seed,
+                    "curvature": arguments.seed,
+                }
+                counts = {
+                    "processes": accelerator.num_processes,
+                    "parameters": numel,
+                    "tokens": data.train.numel(),
+                }
                 log.write("config", arguments=settings, seeds=seeds, **counts, **describe_run())
             else:
                 log.write("resumed", step=start, **describe_run())
-            accelerator.init_trackers("train", config={k: v for k, v in settings.items() if isinstance(v, (int, float, str))})
+            accelerator.init_trackers(
+                "train",
+                config={k: v for k, v in settings.items() if isinstance(v, (int, float, str))},
+            )
             state = None  # its memory is needed
             steps = range(start, arguments.steps)
-            last = take_steps(run, steps, known, arguments, settings, batches, held_out, checkpoints, log, show)
+            last = take_steps(
+                run, steps, known, arguments, settings, batches, held_out, checkpoints, log, show
+            )
             log.write("end", step=arguments.steps, loss=None if last is None else last[1])
-        export_model(accelerator, run.model, run.optimizer, data.tokenizer, arguments.output / "model")
+        export_model(
+            accelerator, run.model, run.optimizer, data.tokenizer, arguments.output / "model"
+        )
 
 
 def take_steps(
@@ -241,9 +321,17 @@ def take_steps(
         run.step(micro_batches, lr)
         taken = time.perf_counter() - begun
         seconds, rate = seconds + taken, arguments.batch_size * batches.context / taken
-        figures = {"gradient_norm": norm, "tokens_per_second": round(rate, 1), "seconds": round(seconds, 4)}
+        figures = {
+            "gradient_norm": norm,
+            "tokens_per_second": round(rate, 1),
+            "seconds": round(seconds, 4),
+        }
         log.write("step", step=done, loss=loss, lr=lr, **figures)
-        if run.block_lr is not None and run.block_lr.history and run.block_lr.history[-1].step == done:
+        if (
+            run.block_lr is not None
+            and run.block_lr.history
+            and run.block_lr.history[-1].step == done
+        ):
             log.write("scales", step=done, scales=run.block_lr.history[-1].scale)
         tracked = {"loss": loss, "lr": lr, "gradient_norm": norm}
         if held_out is not None and is_due(done, arguments.eval_every, arguments.steps):
@@ -251,10 +339,15 @@ def take_steps(
             evaluated = (done, tracked["held_out"])
             log.write("evaluation", step=done, loss=tracked["held_out"])
         if is_due(done, arguments.checkpoint_every, arguments.steps):
-            if nonfinite_blocks(run.plain, gradients=False):  # never keep what cannot be gone on from
+            if nonfinite_blocks(
+                run.plain, gradients=False
+            ):  # never keep what cannot be gone on from
                 stop_nonfinite(run, done, None, checkpoints, log)
             log.sync()
-            run.save(checkpoints, {"step": done, "seconds": seconds, "evaluated": evaluated, "settings": settings})
+            run.save(
+                checkpoints,
+                {"step": done, "seconds": seconds, "evaluated": evaluated, "settings": settings},
+            )
         run.accelerator.log(tracked, step=done)
         show(done, loss, lr, rate, evaluated)
     return evaluated
@@ -265,7 +358,9 @@ def is_due(done: int, every: int, steps: int) -> bool:
     return done == steps or (every > 0 and done % every == 0)
 
 
-def stop_nonfinite(run: Run, step: int, loss: float | None, checkpoints: Checkpoints, log: RunLog) -> None:
+def stop_nonfinite(
+    run: Run, step: int, loss: float | None, checkpoints: Checkpoints, log: RunLog
+) -> None:
     """Say which blocks are not finite and what can be gone on from."""
     message = describe_nonfinite(run.plain, step, loss, checkpoints.describe_last())
     log.write("nonfinite", step=step, message=message)
@@ -278,16 +373,24 @@ def progress(
 ) -> Iterator[Callable[[int, float, float, float, Evaluated], None]]:
     """A bar with loss, learning rate and tokens a second on a terminal, now and then a line elsewhere."""
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
-    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
+    columns = (
+        *Progress.get_default_columns()[:-1],
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=arguments.steps, completed=start, figures="")
 
         def show(step: int, loss: float, lr: float, rate: float, evaluated: Evaluated) -> None:
             figures = f"loss {loss:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s"
             if evaluated is not None:
-                figures += f"  held out {evaluated[1]:.4f}" + ("" if evaluated[0] == step else f" (step {evaluated[0]})")
+                figures += f"  held out {evaluated[1]:.4f}" + (
+                    "" if evaluated[0] == step else f" (step {evaluated[0]})"
+                )
             bar.update(task, completed=step, figures=figures)
-            if not console.is_terminal and (step % arguments.print_every == 0 or step in (start + 1, arguments.steps)):
+            if not console.is_terminal and (
+                step % arguments.print_every == 0 or step in (start + 1, arguments.steps)
+            ):
                 console.print(f"step {step}/{arguments.steps}  {figures}", soft_wrap=True)
 
         yield show
@@ -302,7 +405,11 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         if accelerator.is_main_process:
             last = Checkpoints(arguments.output / "checkpoints").describe_last()
-            print(f"stopped. The last checkpoint: {last}. The same command with --resume goes on.", file=sys.stderr, flush=True)
+            print(
+                f"stopped. The last checkpoint: {last}. The same command with --resume goes on.",
+                file=sys.stderr,
+                flush=True,
+            )
         leave(accelerator, 130)
         raise SystemExit(130) from None
     except (*EXPECTED, OtherRankError) as error:
@@ -310,8 +417,14 @@ def main(argv: list[str] | None = None) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(3)  # or the launcher would end rank 0 before it has said why
-            if not isinstance(error, (OtherRankError, FloatingPointError)):  # these another rank has said
-                print(f"error on rank {accelerator.process_index}: {error}", file=sys.stderr, flush=True)
+            if not isinstance(
+                error, (OtherRankError, FloatingPointError)
+            ):  # these another rank has said
+                print(
+                    f"error on rank {accelerator.process_index}: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         leave(accelerator, 1)
         raise SystemExit(1) from error
     accelerator.end_training()

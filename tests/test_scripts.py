@@ -10,7 +10,9 @@ from tests.helpers import ROOT
 
 
 def run(*arguments, cwd=ROOT):
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
@@ -25,7 +27,12 @@ def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "arm"),
-    [("step_time", "BlockMuon"), ("memory", "BlockMuon"), ("curvature_cost", "hutchinson"), ("hessian_speed", "curvlinops")],
+    [
+        ("step_time", "BlockMuon"),
+        ("memory", "BlockMuon"),
+        ("curvature_cost", "hutchinson"),
+        ("hessian_speed", "curvlinops"),
+    ],
 )
 def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -54,7 +61,12 @@ def test_bad_arguments_are_refused(arguments):
     "script",
     [
         *("recipes/block_lr_demo.py", "recipes/train.py", "recipes/train_hf.py"),
-        *("benchmarks/step_time.py", "benchmarks/memory.py", "benchmarks/curvature_cost.py", "benchmarks/hessian_speed.py"),
+        *(
+            "benchmarks/step_time.py",
+            "benchmarks/memory.py",
+            "benchmarks/curvature_cost.py",
+            "benchmarks/hessian_speed.py",
+        ),
     ],
 )
 def test_help(script):

@@ -54,7 +54,10 @@ class Problem:
         return [
             group
             for group in self.groups()
-            if all(is_hidden_matrix(p, from_plain(b)) for (_, p), b in zip(group["params"], group["blocks"]))
+            if all(
+                is_hidden_matrix(p, from_plain(b))
+                for (_, p), b in zip(group["params"], group["blocks"])
+            )
         ]
 
     def matrices(self) -> list[tuple[str, nn.Parameter]]:
@@ -62,15 +65,21 @@ class Problem:
         found = []
         for group in self.matrix_groups():
             for (name, parameter), plain in zip(group["params"], group["blocks"]):
-                found += take_apart(name, parameter, from_plain(plain).roles, from_plain(plain).split)
+                found += take_apart(
+                    name, parameter, from_plain(plain).roles, from_plain(plain).split
+                )
         return found
 
 
-def take_apart(name: str, parameter: Tensor, roles: tuple[str, ...], split: Any) -> list[tuple[str, nn.Parameter]]:
+def take_apart(
+    name: str, parameter: Tensor, roles: tuple[str, ...], split: Any
+) -> list[tuple[str, nn.Parameter]]:
     """The sections of a fused matrix as parameters of their own that share its memory and that of its gradient."""
     dim, sizes = (0, (parameter.shape[0],)) if len(roles) == 1 else (split.dim, split.sizes)
     found = []
-    for role, values, gradient in zip(roles, parameter.detach().split(sizes, dim), parameter.grad.split(sizes, dim)):
+    for role, values, gradient in zip(
+        roles, parameter.detach().split(sizes, dim), parameter.grad.split(sizes, dim)
+    ):
         section = nn.Parameter(values)
         section.grad = gradient
         found.append((f"{name}.{role}", section))
@@ -89,7 +98,11 @@ def make_problem(size: str, layout: str) -> Problem:
         sizes = {"n_embd": config.width, "n_layer": config.depth, "n_head": config.heads}
         model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                vocab_size=config.vocab_size, n_positions=config.context, bos_token_id=None, eos_token_id=None, **sizes
+                vocab_size=config.vocab_size,
+                n_positions=config.context,
+                bos_token_id=None,
+                eos_token_id=None,
+                **sizes,
             )
         )
     for parameter in model.parameters():
@@ -100,9 +113,9 @@ def make_problem(size: str, layout: str) -> Problem:
 def adam_mini(problem: Problem) -> Optimizer:
     """Adam-mini as its README says. It finds its blocks by name, and `c_attn` and `attn.c_proj` are not names it knows.
 
-    Its own GPT-2 example therefore keeps query, key, value and output as `wq`, `wk`, `wv`, `wo`. So does this, for `nn.Linear`.
-    Under `Conv1D` the query is not contiguous, which Adam-mini refuses, so there it gets the names of the model and treats
-    `c_attn` as one block.
+    Its own GPT-2 example therefore keeps query, key, value and output as `wq`, `wk`, `wv`, `wo`. So
+    does this, for `nn.Linear`. Under `Conv1D` the query is not contiguous, which Adam-mini refuses,
+    so there it gets the names of the model and treats `c_attn` as one block.
     """
     from adam_mini import Adam_mini
 
@@ -111,16 +124,25 @@ def adam_mini(problem: Problem) -> Optimizer:
         known = {"query": "wq", "key": "wk", "value": "wv", "output": "wo"}
         for name, blocks in find_blocks(problem.model).items():
             if name.endswith(("attn.c_attn.weight", "attn.c_proj.weight")):
-                for part, parameter in take_apart(name, named.pop(name), blocks.roles, blocks.split):
+                for part, parameter in take_apart(
+                    name, named.pop(name), blocks.roles, blocks.split
+                ):
                     module = name.removesuffix(".weight").rpartition(".")[0]
                     named[f"{module}.{known[part.rpartition('.')[2]]}.weight"] = parameter
     sizes = {"dim": problem.config.width, "n_heads": problem.config.heads}
-    return Adam_mini(named.items(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, verbose=False, **sizes)
+    return Adam_mini(
+        named.items(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, verbose=False, **sizes
+    )
 
 
 def with_random_scales(optimizer: BlockAdamW | BlockSGD) -> Optimizer:
     """Set every block scale to a random number in [0.5, 2]."""
-    optimizer.set_block_scales({name: 0.5 + 1.5 * torch.rand_like(scale) for name, scale in optimizer.block_scales().items()})
+    optimizer.set_block_scales(
+        {
+            name: 0.5 + 1.5 * torch.rand_like(scale)
+            for name, scale in optimizer.block_scales().items()
+        }
+    )
     return optimizer
 
 
@@ -131,7 +153,8 @@ class Arm:
     Attributes:
         name: Its name in the tables.
         build: Makes it for a problem.
-        suite: Which arms it is timed with. Those of "muon" get the hidden matrices alone, and fewer rounds.
+        suite: Which arms it is timed with. Those of "muon" get the hidden matrices alone, and fewer
+            rounds.
         targets: `{name of a reference arm: largest ratio of step times that we aim at}`.
         ours: Whether it is of blockopt.
         state_target: The most bytes of state a parameter that we aim at.
@@ -145,7 +168,13 @@ class Arm:
     state_target: float | None = None
 
 
-FOREACH, FUSED, MINI, SGD, MUON = "AdamW foreach", "AdamW fused", "Adam-mini", "SGD foreach", "torch Muon"
+FOREACH, FUSED, MINI, SGD, MUON = (
+    "AdamW foreach",
+    "AdamW fused",
+    "Adam-mini",
+    "SGD foreach",
+    "torch Muon",
+)
 COORDINATE_TARGETS = ((FOREACH, 1.0), (FUSED, 1.3), (MINI, 0.3))
 BLOCK_TARGETS = ((FUSED, 1.0), (MINI, 0.3))
 SGD_TARGETS = ((SGD, 1.1), (MINI, 0.3))
@@ -172,7 +201,14 @@ ARMS = (
         COORDINATE_TARGETS,
         True,
     ),
-    Arm("BlockAdamW block", lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block"), "main", BLOCK_TARGETS, True, 4.1),
+    Arm(
+        "BlockAdamW block",
+        lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block"),
+        "main",
+        BLOCK_TARGETS,
+        True,
+        4.1,
+    ),
     Arm(
         "BlockAdamW block, compiled",
         lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block", compiled=True),
@@ -183,13 +219,21 @@ ARMS = (
     ),
     Arm(
         "BlockAdamW block, bfloat16",
-        lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block", momentum_dtype=torch.bfloat16),
+        lambda p: BlockAdamW(
+            p.groups(), **ADAMW, second_moment="block", momentum_dtype=torch.bfloat16
+        ),
         "main",
         BLOCK_TARGETS,
         True,
         2.1,
     ),
-    Arm("BlockSGD", lambda p: BlockSGD(p.groups(weight_decay=0.0), **SGD_OPTIONS), "main", SGD_TARGETS, True),
+    Arm(
+        "BlockSGD",
+        lambda p: BlockSGD(p.groups(weight_decay=0.0), **SGD_OPTIONS),
+        "main",
+        SGD_TARGETS,
+        True,
+    ),
     Arm(
         "BlockSGD, scaled",
         lambda p: with_random_scales(BlockSGD(p.groups(weight_decay=0.0), **SGD_OPTIONS)),
@@ -197,7 +241,11 @@ ARMS = (
         SGD_TARGETS,
         True,
     ),
-    Arm(MUON, lambda p: torch.optim.Muon(p.matrices(), lr=LR, adjust_lr_fn="match_rms_adamw"), "muon"),
+    Arm(
+        MUON,
+        lambda p: torch.optim.Muon(p.matrices(), lr=LR, adjust_lr_fn="match_rms_adamw"),
+        "muon",
+    ),
     Arm("BlockMuon", lambda p: BlockMuon(p.matrix_groups(), lr=LR), "muon", ((MUON, 0.3),), True),
     Arm(
         "BlockMuon split_heads",
@@ -206,28 +254,45 @@ ARMS = (
         ((MUON, 0.3),),
         True,
     ),
-    Arm("BlockMuon, all parameters", lambda p: BlockMuon(p.groups(), lr=LR), "memory only", (), True),
+    Arm(
+        "BlockMuon, all parameters", lambda p: BlockMuon(p.groups(), lr=LR), "memory only", (), True
+    ),
 )
 
 
 def make_parser(description: str, name: str) -> argparse.ArgumentParser:
     """A parser with the options that both benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--size", choices=tuple(PRESETS), default="small", help="preset of recipes/gpt2.py")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument(
-        "--layout", choices=("linear", "conv1d"), default="linear", help="nn.Linear, or transformers' GPT-2 with Conv1D"
+        "--size", choices=tuple(PRESETS), default="small", help="preset of recipes/gpt2.py"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("linear", "conv1d"),
+        default="linear",
+        help="nn.Linear, or transformers' GPT-2 with Conv1D",
     )
     parser.add_argument("--threads", type=positive, default=2, help="threads of torch")
-    parser.add_argument("--no-muon", action="store_true", help="leave out Muon, which is slow on a CPU")
-    parser.add_argument("--quick", action="store_true", help="the 1M preset, in seconds, to see that it works")
+    parser.add_argument(
+        "--no-muon", action="store_true", help="leave out Muon, which is slow on a CPU"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the 1M preset, in seconds, to see that it works"
+    )
     add_outputs(parser, name)
     return parser
 
 
 def add_outputs(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options for the files that a benchmark of this name writes."""
-    parser.add_argument("--output", type=Path, default=Path(f"results/{name}.json"), help="JSON file to write")
-    parser.add_argument("--plot", type=Path, default=Path(f"results/{name}.png"), help="chart to write, .png")
+    parser.add_argument(
+        "--output", type=Path, default=Path(f"results/{name}.json"), help="JSON file to write"
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path(f"results/{name}.png"), help="chart to write, .png"
+    )
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -235,11 +300,17 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size = "1M"
-    check(parser, arguments, ["adam_mini", "matplotlib"] + ["transformers"] * (arguments.layout == "conv1d"))
+    check(
+        parser,
+        arguments,
+        ["adam_mini", "matplotlib"] + ["transformers"] * (arguments.layout == "conv1d"),
+    )
     return arguments
 
 
-def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: list[str]) -> None:
+def check(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: list[str]
+) -> None:
     """Stop if a file cannot be written or a module is missing, and set the number of threads."""
     if arguments.output.suffix != ".json":
         parser.error(f"Invalid --output {arguments.output}. Must end in .json.")
@@ -249,7 +320,9 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed
         try:
             __import__(module)
         except ImportError as error:
-            parser.error(f"{error}. Install what the benchmarks need: pip install -e '.[bench,hf]'.")
+            parser.error(
+                f"{error}. Install what the benchmarks need: pip install -e '.[bench,hf]'."
+            )
     for path in (arguments.output, arguments.plot):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,10 +344,17 @@ def positive(text: str) -> int:
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar; call what it gives with the name of the arm after each unit of work."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=CONSOLE, transient=True) as progress:
         task = progress.add_task(description, total=total)
-        yield lambda done: progress.update(task, advance=1, description=f"{description}: {done:<31}")
+        yield lambda done: progress.update(
+            task, advance=1, description=f"{description}: {done:<31}"
+        )
 
 
 def seconds_of_waiting() -> float | None:
@@ -343,7 +423,9 @@ def save(path: Path, results: dict[str, Any]) -> None:
     CONSOLE.print(f"Wrote {path}")
 
 
-def plot_bars(path: Path, panels: list[tuple[str, list[Arm], list[float]]], machine: dict[str, Any]) -> None:
+def plot_bars(
+    path: Path, panels: list[tuple[str, list[Arm], list[float]]], machine: dict[str, Any]
+) -> None:
     """Draw one panel of horizontal bars for each (label of the axis, arms, values), ours in another colour."""
     import matplotlib
 
@@ -352,7 +434,11 @@ def plot_bars(path: Path, panels: list[tuple[str, list[Arm], list[float]]], mach
 
     heights = [len(arms) for _, arms, _ in panels]
     figure, axes = plt.subplots(
-        len(panels), figsize=(9, 1.5 + 0.4 * sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+        len(panels),
+        figsize=(9, 1.5 + 0.4 * sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (label, arms, values) in zip(axes[:, 0], panels):
         colours = ["tab:blue" if arm.ours else "tab:gray" for arm in arms]
@@ -362,7 +448,10 @@ def plot_bars(path: Path, panels: list[tuple[str, list[Arm], list[float]]], mach
         axis.margins(x=0.12)
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']} (blue: blockopt)", fontsize=9)
+    figure.suptitle(
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']} (blue: blockopt)",
+        fontsize=9,
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
     CONSOLE.print(f"Wrote {path}")

@@ -19,7 +19,9 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, spread: float) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Parameter(spread * torch.randn(width, width)) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Parameter(spread * torch.randn(width, width)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d)
         """Mix each position with those before it."""
@@ -56,7 +58,9 @@ class AttentionCase:
             weights = {role: part.view(shape) for role, part, shape in zip(ROLES, parts, shapes)}
             return F.mse_loss(torch.func.functional_call(self.model, weights, (self.x,)), self.y)
 
-        return torch.func.hessian(loss)(torch.cat([p.detach().flatten() for p in self.model.parameters()]))
+        return torch.func.hessian(loss)(
+            torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        )
 
     def curvlinops(self, role: str | None = None) -> Any:
         """The Hessian of curvlinops, of all weights or of one."""
@@ -65,7 +69,9 @@ class AttentionCase:
         parameters = [p for name, p in self.model.named_parameters() if role in (None, name)]
         for p in self.model.parameters():
             p.requires_grad_(any(p is q for q in parameters))
-        return HessianLinearOperator(self.model, nn.MSELoss(), parameters, [(self.x, self.y)], check_deterministic=False)
+        return HessianLinearOperator(
+            self.model, nn.MSELoss(), parameters, [(self.x, self.y)], check_deterministic=False
+        )
 
     def by_curvlinops(self) -> Tensor:
         """`H @ I`."""

@@ -1,7 +1,8 @@
 """Exact curvature of every block of a small GPT, entry by entry, and how well the estimators find it.
 
-Nothing here comes from `blockopt.curvature` but the estimators that are judged. Autograd differentiates the loss twice for the
-Hessian; the Gauss-Newton matrix is made of the Jacobian of the logits and the closed form of cross-entropy.
+Nothing here comes from `blockopt.curvature` but the estimators that are judged. Autograd
+differentiates the loss twice for the Hessian; the Gauss-Newton matrix is made of the Jacobian of
+the logits and the closed form of cross-entropy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SMALL = GPT2Config(vocab_size=64, context=32, width=16, depth=3, heads=2)
 TINY = GPT2Config(vocab_size=8, context=8, width=4, depth=2, heads=2)
 LR = 3e-3
 CHUNK = 32  # unit vectors at a time; their activations should stay in the cache
-ROUNDING = 1e-12  # of the largest value: what is below is an exact zero, such as the bias of the keys
+ROUNDING = (
+    1e-12  # of the largest value: what is below is an exact zero, such as the bias of the keys
+)
 MANY = 16
 
 
@@ -96,8 +99,11 @@ def points(config: GPT2Config, steps: int, size: int = 8, batch_size: int = 32) 
     first = step(0)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(initial)
-    # The secant goes from the weights back by the update. Backwards along minus the first step is where that step leads.
-    yield Point("at initialisation", model, *measured, {name: -change for name, change in first.items()})
+    # The secant goes from the weights back by the update. Backwards along minus the first step is
+    # where that step leads.
+    yield Point(
+        "at initialisation", model, *measured, {name: -change for name, change in first.items()}
+    )
     model.load_state_dict(trained)
     last = first
     for number in range(1, steps):
@@ -115,8 +121,12 @@ def hessian_diagonal(point: Point, advance: Callable[[str], None]) -> dict[str, 
         for (name, p), g in zip(parameters.items(), gradients):
             entries = []
             for places in torch.arange(p.numel()).split(CHUNK):
-                units = torch.zeros(len(places), p.numel(), dtype=p.dtype).scatter_(1, places.unsqueeze(1), 1.0)
-                (rows,) = torch.autograd.grad(g, p, units.view(-1, *p.shape), retain_graph=True, is_grads_batched=True)
+                units = torch.zeros(len(places), p.numel(), dtype=p.dtype).scatter_(
+                    1, places.unsqueeze(1), 1.0
+                )
+                (rows,) = torch.autograd.grad(
+                    g, p, units.view(-1, *p.shape), retain_graph=True, is_grads_batched=True
+                )
                 entries.append(rows.flatten(1).gather(1, places.unsqueeze(1)).flatten())
                 advance("Hessian")
             diagonal[name] = torch.cat(entries).view_as(p)
@@ -132,12 +142,18 @@ def gauss_newton_diagonal(point: Point, advance: Callable[[str], None]) -> dict[
             logits = point.model(sequence.unsqueeze(0)).squeeze(0)
             for row in logits:
                 units, p = torch.eye(len(row), dtype=row.dtype), row.detach().softmax(0)
-                parts = torch.autograd.grad(row, list(parameters.values()), units, retain_graph=True, is_grads_batched=True)
-                jacobian = torch.cat([part.flatten(1) for part in parts], dim=1)  # (classes, entries)
+                parts = torch.autograd.grad(
+                    row, list(parameters.values()), units, retain_graph=True, is_grads_batched=True
+                )
+                jacobian = torch.cat(
+                    [part.flatten(1) for part in parts], dim=1
+                )  # (classes, entries)
                 total += p @ (jacobian - p @ jacobian).square() / point.tokens.numel()
                 advance("Gauss-Newton")
     sizes = [p.numel() for p in parameters.values()]
-    return {name: part.view_as(p) for (name, p), part in zip(parameters.items(), total.split(sizes))}
+    return {
+        name: part.view_as(p) for (name, p), part in zip(parameters.items(), total.split(sizes))
+    }
 
 
 def amount_of_work(config: GPT2Config, size: int = 8) -> int:
@@ -154,7 +170,9 @@ def block_means(diagonal: Curvature, blocks: Mapping[str, Blocks]) -> dict[str, 
     }
 
 
-def pooled(curvature: Curvature, point: Point, by: Level, roles: Collection[str] | None = None) -> Tensor:
+def pooled(
+    curvature: Curvature, point: Point, by: Level, roles: Collection[str] | None = None
+) -> Tensor:
     """The mean curvature of each group of blocks, as `block_scales` pools it: traces over numbers of entries.
 
     Args:
@@ -205,13 +223,25 @@ def _gradient(point: Point) -> Curvature:
 
 
 ESTIMATORS = (
-    Estimator("analytic outer", "GN", lambda p, **o: analytic(p.model, p.loss, **o), (1, MANY), True),
-    Estimator("gauss_newton", "GN", lambda p, **o: gauss_newton(p.model, p.loss, **o), (1, MANY), True),
-    Estimator("analytic full", "H", lambda p, **o: analytic(p.model, p.loss, part="full", **o), (1, MANY), True),
+    Estimator(
+        "analytic outer", "GN", lambda p, **o: analytic(p.model, p.loss, **o), (1, MANY), True
+    ),
+    Estimator(
+        "gauss_newton", "GN", lambda p, **o: gauss_newton(p.model, p.loss, **o), (1, MANY), True
+    ),
+    Estimator(
+        "analytic full",
+        "H",
+        lambda p, **o: analytic(p.model, p.loss, part="full", **o),
+        (1, MANY),
+        True,
+    ),
     Estimator("hutchinson", "H", lambda p, **o: hutchinson(p.model, p.loss, **o), (1, MANY), True),
     Estimator("gradient", "GN", _gradient, relative=True),
     Estimator("power_law", "H", lambda p: power_law(p.model), relative=True),
-    Estimator("power_law, matrices", "H", lambda p: power_law(p.model), relative=True, roles=EXPONENTS),
+    Estimator(
+        "power_law, matrices", "H", lambda p: power_law(p.model), relative=True, roles=EXPONENTS
+    ),
     Estimator("directional", "H", lambda p: directional(p.model, p.loss, p.update)),
     Estimator("secant", "H", lambda p: directional(p.model, p.loss, p.update, method="secant")),
 )
@@ -230,21 +260,31 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
 
 
 def compare(
-    estimates: Sequence[Curvature], exact: Curvature, point: Point, estimator: Estimator | None = None
+    estimates: Sequence[Curvature],
+    exact: Curvature,
+    point: Point,
+    estimator: Estimator | None = None,
 ) -> dict[str, Any]:
     """Rank correlation at each level, mean and smallest over the estimates; and their ratio to the exact, over tensors."""
     roles = None if estimator is None else estimator.roles
     levels = {}
     for by in LEVELS:
         truth = pooled(exact, point, by, roles)
-        found = [rank_correlation(pooled(estimate, point, by, roles), truth) for estimate in estimates]
+        found = [
+            rank_correlation(pooled(estimate, point, by, roles), truth) for estimate in estimates
+        ]
         levels[by] = {"mean": sum(found) / len(found), "min": min(found)}
     truth = pooled(exact, point, "tensor", roles)
     usable = truth > ROUNDING * truth.max()
-    ratios = torch.cat([(pooled(estimate, point, "tensor", roles) / truth)[usable] for estimate in estimates])
+    ratios = torch.cat(
+        [(pooled(estimate, point, "tensor", roles) / truth)[usable] for estimate in estimates]
+    )
     low, middle, high = ratios.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=ratios.dtype)).tolist()
     unit = middle if estimator is not None and estimator.relative else 1.0
-    return {"rank": levels, "ratio": {"median": middle / unit, "low": low / unit, "high": high / unit}}
+    return {
+        "rank": levels,
+        "ratio": {"median": middle / unit, "low": low / unit, "high": high / unit},
+    }
 
 
 def judge(point: Point, seeds: int, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -260,21 +300,39 @@ def judge(point: Point, seeds: int, advance: Callable[[str], None]) -> dict[str,
     exact = {name: block_means(diagonal, point.blocks) for name, diagonal in diagonals.items()}
     functional = analytic(point.model, point.loss, part="functional")
     with_functional = {name: value + functional[name] for name, value in exact["GN"].items()}
-    limits = {"GN": exact["GN"], "GN + functional": with_functional}  # the best that estimators of them can do
+    limits = {
+        "GN": exact["GN"],
+        "GN + functional": with_functional,
+    }  # the best that estimators of them can do
     none = {"probes": None, "of": "H", "default": False}
-    rows = [{"name": name, **none, **compare([limit], exact["H"], point)} for name, limit in limits.items()]
-    values = {name: pooled(curvature, point, "tensor").tolist() for name, curvature in exact.items()}
+    rows = [
+        {"name": name, **none, **compare([limit], exact["H"], point)}
+        for name, limit in limits.items()
+    ]
+    values = {
+        name: pooled(curvature, point, "tensor").tolist() for name, curvature in exact.items()
+    }
     for estimator in ESTIMATORS:
         for probes in estimator.probes or (None,):
             if probes is None:
                 estimates = [estimator.run(point)]
             else:
                 generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
-                estimates = [estimator.run(point, num_probes=probes, generator=g) for g in generators]
+                estimates = [
+                    estimator.run(point, num_probes=probes, generator=g) for g in generators
+                ]
             default = estimator.target and probes == estimator.probes[0]
             for of in dict.fromkeys([estimator.own, "H"]):
                 compared = compare(estimates, exact[of], point, estimator)
-                rows.append({"name": estimator.name, "probes": probes, "of": of, "default": default, **compared})
+                rows.append(
+                    {
+                        "name": estimator.name,
+                        "probes": probes,
+                        "of": of,
+                        "default": default,
+                        **compared,
+                    }
+                )
             if probes in (None, 1):
                 values[estimator.name] = pooled(estimates[0], point, "tensor").tolist()
     return {"loss": point.loss().item(), "rows": rows, "tensors": labels, "values": values}

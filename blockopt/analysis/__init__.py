@@ -1,8 +1,9 @@
 """Exact Hessians of transformers: closed forms, operators on any model, spectra, and how the blocks differ.
 
-Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`, `TransformerBlockHessian`, `ScalarAttention`. Any
-model: `HessianOperator`, `GaussNewtonOperator`, `FunctionalOperator`, `dense`, and all that takes an operator: `lanczos`,
-`spectral_density`, `top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`, `measure_blocks`. Plots are in
+Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`,
+`TransformerBlockHessian`, `ScalarAttention`. Any model: `HessianOperator`, `GaussNewtonOperator`,
+`FunctionalOperator`, `dense`, and all that takes an operator: `lanczos`, `spectral_density`,
+`top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`, `measure_blocks`. Plots are in
 `blockopt.analysis.plots`, which needs matplotlib.
 """
 
@@ -18,9 +19,17 @@ from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss
 from blockopt.analysis.closed_forms.scalar_attention import ScalarAttention
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
-from blockopt.analysis.closed_forms.transformer_bounds import attention_bounds, bound_table, transformer_bounds
+from blockopt.analysis.closed_forms.transformer_bounds import (
+    attention_bounds,
+    bound_table,
+    transformer_bounds,
+)
 from blockopt.analysis.operators.dense import dense, dense_block
-from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
+from blockopt.analysis.operators.model_operators import (
+    FunctionalOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+)
 from blockopt.analysis.report import hessian_report
 from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
 from blockopt.analysis.spectral.density import check_symmetric, lanczos, spectral_density

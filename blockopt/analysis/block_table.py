@@ -40,9 +40,9 @@ def measure_blocks(
 ) -> dict[str, BlockCurvature]:
     """Trace, Frobenius norm, top eigenvalue, spectrum and negative share of each block.
 
-    A block of no more than `num_products` entries is built by as many products, and all is exact but for rounding. For others
-    it takes 2 · num_products for trace and norm, num_steps · num_probes for the spectrum, and what the top eigenvalue takes to
-    be right to 1e-4.
+    A block of no more than `num_products` entries is built by as many products, and all is exact
+    but for rounding. For others it takes 2 · num_products for trace and norm, num_steps ·
+    num_probes for the spectrum, and what the top eigenvalue takes to be right to 1e-4.
 
     Args:
         blocks: `{label: operator}`, such as the `blocks()` of an operator of a model.
@@ -72,10 +72,14 @@ def measure_blocks(
             if n <= num_products:
                 found[label] = _from_dense(operator)
             else:
-                squared = squared_frobenius(operator, num_products=num_products, generator=generator)
+                squared = squared_frobenius(
+                    operator, num_products=num_products, generator=generator
+                )
                 norm = squared.value**0.5
                 error = squared.standard_error / (2 * norm) if norm > 0 else 0.0
-                density = spectral_density(operator, num_steps=num_steps, num_probes=num_probes, generator=generator)
+                density = spectral_density(
+                    operator, num_steps=num_steps, num_probes=num_probes, generator=generator
+                )
                 tolerance = 1e-9 if operator.dtype == torch.float64 else 1e-5
                 found[label] = BlockCurvature(
                     n,
@@ -93,7 +97,12 @@ def block_table(measured: Mapping[str, BlockCurvature]) -> str:
     """What `measure_blocks` returned as a table of at most 128 columns; long labels lose their beginning."""
     rows = [("block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative", "of mass")]
     for label, block in measured.items():
-        numbers = (f"{block.trace.value:.3e}", _error(block.trace), f"{block.frobenius.value:.3e}", _error(block.frobenius))
+        numbers = (
+            f"{block.trace.value:.3e}",
+            _error(block.trace),
+            f"{block.frobenius.value:.3e}",
+            _error(block.frobenius),
+        )
         shares = (f"{block.negative.of_count:.1%}", f"{block.negative.of_mass:.1%}")
         rows.append((label, f"{block.dimension:,}", *numbers, f"{block.top:.3e}", *shares))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -101,7 +110,14 @@ def block_table(measured: Mapping[str, BlockCurvature]) -> str:
     lines = []
     for row in rows:
         label = row[0] if len(row[0]) <= widths[0] else "…" + row[0][len(row[0]) - widths[0] + 1 :]
-        lines.append("  ".join([label.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]))
+        lines.append(
+            "  ".join(
+                [
+                    label.ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
+                ]
+            )
+        )
     return "\n".join(lines)
 
 

@@ -23,7 +23,9 @@ def progress_bar(shown: bool, description: str, total: int) -> Iterator[Callable
         from rich.console import Console
         from rich.progress import Progress
     except ImportError as error:
-        raise ImportError("progress=True needs rich. Install it (`pip install rich`), or pass progress=False.") from error
+        raise ImportError(
+            "progress=True needs rich. Install it (`pip install rich`), or pass progress=False."
+        ) from error
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda number: bar.advance(task, number)

@@ -13,8 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.analysis.operators.dense import GIB, dense, free_memory, memory_needed
-from blockopt.analysis.operators.diagonal_blocks import Part, Probed, Ticker, find_parts, root, total
-from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator, ModelOperator
+from blockopt.analysis.operators.diagonal_blocks import (
+    Part,
+    Probed,
+    Ticker,
+    find_parts,
+    root,
+    total,
+)
+from blockopt.analysis.operators.model_operators import (
+    FunctionalOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+    ModelOperator,
+)
 from blockopt.analysis.progress import progress_bar
 from blockopt.analysis.spectral.block_mass import BlockMass, block_mass
 from blockopt.analysis.spectral.density import SpectralDensity, check_symmetric, spectral_density
@@ -41,8 +53,9 @@ OPERATORS: dict[str, type[ModelOperator]] = {
     "functional": FunctionalOperator,
 }
 TOLERANCE = 1e-4  # of the top eigenvalues, relative to the largest
-# Of the symmetric log, relative to the largest eigenvalue. Lanczos puts what is nearer to 0 on arbitrary places: with 1e-6, the
-# distance of estimated spectra is 0.81 where that of the true ones is 0.64; with 1e-2, it is 0.27 for both.
+# Of the symmetric log, relative to the largest eigenvalue. Lanczos puts what is nearer to 0 on
+# arbitrary places: with 1e-6, the distance of estimated spectra is 0.81 where that of the true ones
+# is 0.64; with 1e-2, it is 0.27 for both.
 LOG_THRESHOLD = 1e-2
 ENTRIES_A_PRODUCT = 2**25  # of the columns that go into one product: a quarter of a GiB
 
@@ -50,8 +63,9 @@ ENTRIES_A_PRODUCT = 2**25  # of the columns that go into one product: a quarter 
 class Cost(NamedTuple):
     """What a report will take: products `A @ v`, and the measured seconds of one with the whole vector.
 
-    A rough upper guess of the time: products with single blocks, or with several columns at once, are faster. How many the top
-    eigenvalues need is not known before, and the eigenvalues of large dense blocks come on top.
+    A rough upper guess of the time: products with single blocks, or with several columns at once,
+    are faster. How many the top eigenvalues need is not known before, and the eigenvalues of large
+    dense blocks come on top.
     """
 
     num_products: int
@@ -68,10 +82,12 @@ class BlockReport:
         frobenius: The norm, not its square, with its standard error.
         top: The eigenvalues farthest from 0, the farthest first.
         residuals: `‖A u − λ u‖` of each, which bounds its error; 0 if exact.
-        spectrum: All eigenvalues, of equal weight, if `exact`; else their estimated distribution, or None if not asked for.
-        negative: The share of negative curvature in `spectrum`. If not `exact`, `of_mass`, the share of `Σ |λ|`, may be off by
-            ten points and more with a few probes (a "~" in tables), and `of_count` says nothing: most eigenvalues are next to
-            0, and the estimate puts them on either side of it.
+        spectrum: All eigenvalues, of equal weight, if `exact`; else their estimated distribution,
+            or None if not asked for.
+        negative: The share of negative curvature in `spectrum`. If not `exact`, `of_mass`, the
+            share of `Σ |λ|`, may be off by ten points and more with a few probes (a "~" in tables),
+            and `of_count` says nothing: most eigenvalues are next to 0, and the estimate puts them
+            on either side of it.
         exact: Whether the block was built, and all of this computed from it.
     """
 
@@ -96,10 +112,13 @@ class HessianReport:
         whole: The matrix of all chosen parameters.
         blocks: `{label: its diagonal block}`.
         mass: The share of every pair of blocks in the squared Frobenius norm.
-        spread: How far the Frobenius norms of the blocks are apart, those aside that are only rounding.
-        distance: The Jensen-Shannon distances between the spectra of the blocks on a "linear" and a "symmetric log" axis,
-            which is linear up to 1 % of the largest eigenvalue; empty for fewer than two spectra.
-        asymmetry: `|u·Av − v·Au| / (‖Au‖ + ‖Av‖)` for random u and v: the precision of the products.
+        spread: How far the Frobenius norms of the blocks are apart, those aside that are only
+            rounding.
+        distance: The Jensen-Shannon distances between the spectra of the blocks on a "linear" and a
+            "symmetric log" axis, which is linear up to 1 % of the largest eigenvalue; empty for
+            fewer than two spectra.
+        asymmetry: `|u·Av − v·Au| / (‖Au‖ + ‖Av‖)` for random u and v: the precision of the
+            products.
         cost: What was foreseen.
         seconds: What it took.
     """
@@ -124,8 +143,16 @@ class HessianReport:
         """Dimension, trace and norm with standard errors, top eigenvalue and negative share of each block, for people."""
         rows = [("block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative")]
         for label, block in self._all(short=True):
-            numbers = (*number_and_error(block.trace), *number_and_error(block.frobenius), f"{float(block.top[0]):.2e}")
-            share = "-" if block.negative is None else f"{'' if block.exact else '~'}{block.negative.of_mass:.0%}"
+            numbers = (
+                *number_and_error(block.trace),
+                *number_and_error(block.frobenius),
+                f"{float(block.top[0]):.2e}",
+            )
+            share = (
+                "-"
+                if block.negative is None
+                else f"{'' if block.exact else '~'}{block.negative.of_mass:.0%}"
+            )
             rows.append((label, f"{block.dimension:,}", *numbers, share))
         return aligned(rows, width)
 
@@ -142,14 +169,25 @@ class HessianReport:
         """How much the blocks differ, in a few lines."""
         lines = []
         if len(self.blocks) > 1:
-            low, high = (pick(self.blocks, key=lambda label: self.blocks[label].frobenius.value) for pick in (min, max))
+            low, high = (
+                pick(self.blocks, key=lambda label: self.blocks[label].frobenius.value)
+                for pick in (min, max)
+            )
             numbers = f"largest over smallest {self.spread.ratio:.3g}, deviation of log10 {self.spread.log10_deviation:.2f}"
-            lines = [f"norms           {numbers}", f"                largest: {high}", f"                smallest: {low}"]
+            lines = [
+                f"norms           {numbers}",
+                f"                largest: {high}",
+                f"                smallest: {low}",
+            ]
         if self.distance:
-            means = ", ".join(f"{found.mean:.2f} ({axis} axis)" for axis, found in self.distance.items())
+            means = ", ".join(
+                f"{found.mean:.2f} ({axis} axis)" for axis, found in self.distance.items()
+            )
             lines.append(f"spectra         Jensen-Shannon distance between blocks, mean: {means}")
         share = self.mass.off_diagonal
-        lines.append(f"off the blocks  {share.value:.1%} ± {share.standard_error:.1%} of the squared Frobenius norm")
+        lines.append(
+            f"off the blocks  {share.value:.1%} ± {share.standard_error:.1%} of the squared Frobenius norm"
+        )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +196,11 @@ class HessianReport:
 
     def short_labels(self) -> dict[str, str]:
         """`{label: what a reader needs of it}`: without the modules that all tensors share."""
-        parts = [label.split(".") for label in self.blocks] if self.by in ("tensor", "head") and len(self.blocks) > 1 else []
+        parts = (
+            [label.split(".") for label in self.blocks]
+            if self.by in ("tensor", "head") and len(self.blocks) > 1
+            else []
+        )
         shared = 0
         for level in zip(*(names[:-1] for names in parts)):
             if len(set(level)) > 1:
@@ -168,7 +210,10 @@ class HessianReport:
 
     def _all(self, short: bool = False) -> list[tuple[str, BlockReport]]:
         labels = self.short_labels() if short else {label: label for label in self.blocks}
-        return [*((labels[label], block) for label, block in self.blocks.items()), ("whole", self.whole)]
+        return [
+            *((labels[label], block) for label, block in self.blocks.items()),
+            ("whole", self.whole),
+        ]
 
 
 def hessian_report(
@@ -190,18 +235,23 @@ def hessian_report(
 ) -> HessianReport:
     """Measure the curvature of a model by blocks: traces, norms, top eigenvalues, spectra, and how much the blocks differ.
 
-    The same probes z of random signs on a block b give its trace, `z·H z`, and the norms of all pairs, `‖(H z)_a‖²`. Blocks of
-    no more than num_steps · num_starts parameters are built, which takes no more products than their spectra would: all that
-    is told of them is exact, but for what they share with others.
+    The same probes z of random signs on a block b give its trace, `z·H z`, and the norms of all
+    pairs, `‖(H z)_a‖²`. Blocks of no more than num_steps · num_starts parameters are built, which
+    takes no more products than their spectra would: all that is told of them is exact, but for what
+    they share with others.
 
     Args:
         model: Any module that `find_blocks` can read.
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them.
+        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
+            or several of them.
         matrix: "hessian", "gauss-newton", or "functional", the rest of the Hessian.
-        by: The blocks: one a "role", one a role of a "layer", one a role of a "tensor", or one a "head".
-        only: Patterns of parameter names, as in `fnmatch`; "h.0.*" fits "transformer.h.0.attn.c_attn.weight" too. The other
-            parameters are constants. By default all.
-        blocks: What `find_blocks(model)` returns, with your own options; by default found without cuts by row.
+        by: The blocks: one a "role", one a role of a "layer", one a role of a "tensor", or one a
+            "head".
+        only: Patterns of parameter names, as in `fnmatch`; "h.0.*" fits
+            "transformer.h.0.attn.c_attn.weight" too. The other parameters are constants. By default
+            all.
+        blocks: What `find_blocks(model)` returns, with your own options; by default found without
+            cuts by row.
         top: Eigenvalues a block.
         num_probes: Products a block, for traces and norms.
         num_steps: Lanczos steps of a spectrum.
@@ -212,7 +262,8 @@ def hessian_report(
         announce: Called with the `Cost` before the long part.
 
     Raises:
-        ValueError: If an option is wrong, a pattern fits nothing, or the vectors or blocks do not fit into memory.
+        ValueError: If an option is wrong, a pattern fits nothing, or the vectors or blocks do not
+            fit into memory.
         RuntimeError: If the losses are not deterministic.
         FloatingPointError: If a product is not finite.
 
@@ -227,10 +278,18 @@ def hessian_report(
         whole          2  5.00e+01  0   5.00e+01  0  5.00e+01        0%
     """
     if matrix not in OPERATORS:
-        raise ValueError(f"Invalid matrix={matrix!r}. Must be one of {', '.join(map(repr, get_args(Matrix)))}.")
+        raise ValueError(
+            f"Invalid matrix={matrix!r}. Must be one of {', '.join(map(repr, get_args(Matrix)))}."
+        )
     if by not in get_args(Level):
-        raise ValueError(f"Invalid by={by!r}. Must be one of {', '.join(map(repr, get_args(Level)))}.")
-    for option, value, smallest in (("top", top, 1), ("num_probes", num_probes, 2), ("num_steps", num_steps, 2)):
+        raise ValueError(
+            f"Invalid by={by!r}. Must be one of {', '.join(map(repr, get_args(Level)))}."
+        )
+    for option, value, smallest in (
+        ("top", top, 1),
+        ("num_probes", num_probes, 2),
+        ("num_steps", num_steps, 2),
+    ):
         check_count(option, value, smallest)
     check_count("num_starts", num_starts, smallest=0)
     start, generator = time.perf_counter(), default_generator(generator)
@@ -249,14 +308,19 @@ def hessian_report(
         seconds_per_product = _seconds_of_a_product(whole)  # not the first, which makes the graph
     sizes = [part.shape[0] for part, _ in parts.values()]
     num_products = sum(min(size, num_probes) + measure.num_products(size, exact) for size in sizes)
-    cost = Cost(num_products + (measure.num_products(whole.shape[0], False) if len(parts) > 1 else 0), seconds_per_product)
+    cost = Cost(
+        num_products + (measure.num_products(whole.shape[0], False) if len(parts) > 1 else 0),
+        seconds_per_product,
+    )
     if announce is not None:
         announce(cost)
     with progress_bar(progress, matrix, cost.num_products * len(closures)) as ticker.advance:
         probed, entries = Probed(whole), {label: where for label, (_, where) in parts.items()}
         chunk = max(1, min(num_probes, ENTRIES_A_PRODUCT // whole.shape[0]))
         with whole.kept_graph():
-            mass = block_mass(probed, entries, num_probes=num_probes, chunk=chunk, generator=generator)
+            mass = block_mass(
+                probed, entries, num_probes=num_probes, chunk=chunk, generator=generator
+            )
         traces, norm = probed.estimates(sizes, num_probes)
         diagonals = zip(mass.matrix.diagonal().tolist(), mass.standard_error.diagonal().tolist())
         squares = [Estimate(value, error, num_probes) for value, error in diagonals]
@@ -266,11 +330,16 @@ def hessian_report(
         }
         everything = next(iter(measured.values()))
         if len(parts) > 1:
-            everything = measure(whole, total([block.trace for block in measured.values()]), norm, False)
+            everything = measure(
+                whole, total([block.trace for block in measured.values()]), norm, False
+            )
     ticker.advance = lambda _: None  # the bar is gone
-    # Softmax does not see the biases of keys, say: what is left of such a block is rounding, and would lead any comparison.
+    # Softmax does not see the biases of keys, say: what is left of such a block is rounding, and
+    # would lead any comparison.
     noise = torch.finfo(operator.dtype).eps * everything.frobenius.value
-    lasting = {label: block for label, block in measured.items() if block.frobenius.value > noise} or measured
+    lasting = {
+        label: block for label, block in measured.items() if block.frobenius.value > noise
+    } or measured
     return HessianReport(
         matrix,
         by,
@@ -289,8 +358,15 @@ def hessian_report(
 class _Measure:
     """Measures one block, by what was asked for."""
 
-    def __init__(self, top: int, num_steps: int, num_starts: int, generator: torch.Generator) -> None:
-        self.top, self.num_steps, self.num_starts, self.generator = top, num_steps, num_starts, generator
+    def __init__(
+        self, top: int, num_steps: int, num_starts: int, generator: torch.Generator
+    ) -> None:
+        self.top, self.num_steps, self.num_starts, self.generator = (
+            top,
+            num_steps,
+            num_starts,
+            generator,
+        )
         self.asymmetry = 0.0
 
     def __call__(self, part: Part, trace: Estimate, norm: Estimate, exact: bool) -> BlockReport:
@@ -299,17 +375,26 @@ class _Measure:
                 with warnings.catch_warnings():  # the asymmetry of the whole is in the report
                     warnings.filterwarnings("ignore", "The matrix is not symmetric")
                     return self._from_dense(dense(part).double().cpu(), part.dtype)
-            pairs = top_eigenpairs(part, min(self.top, part.shape[0]), tolerance=TOLERANCE, generator=self.generator)
+            pairs = top_eigenpairs(
+                part, min(self.top, part.shape[0]), tolerance=TOLERANCE, generator=self.generator
+            )
             spectrum, negative = None, None
             if self.num_starts > 0:
                 steps, starts = self.num_steps, self.num_starts
-                spectrum = spectral_density(part, num_steps=steps, num_probes=starts, generator=self.generator)
+                spectrum = spectral_density(
+                    part, num_steps=steps, num_probes=starts, generator=self.generator
+                )
                 negative = negative_share(spectrum, tolerance=self._zero(part.dtype))
-        return BlockReport(part.shape[0], trace, norm, pairs.values, pairs.residuals, spectrum, negative, False)
+        return BlockReport(
+            part.shape[0], trace, norm, pairs.values, pairs.residuals, spectrum, negative, False
+        )
 
     def _from_dense(self, matrix: Tensor, dtype: torch.dtype) -> BlockReport:
         n = len(matrix)
-        trace, norm = Estimate(float(matrix.trace()), 0.0, n), Estimate(float(matrix.norm()), 0.0, n)
+        trace, norm = (
+            Estimate(float(matrix.trace()), 0.0, n),
+            Estimate(float(matrix.norm()), 0.0, n),
+        )
         values = torch.linalg.eigvalsh(matrix)
         top = values[values.abs().argsort(descending=True)][: self.top]
         spectrum = SpectralDensity(values, torch.full_like(values, 1 / n))
@@ -336,7 +421,10 @@ class _Measure:
         if free is None:
             return
         largest = max(part.shape[0] for part in parts)
-        if exact and (needed := memory_needed(largest, largest, torch.float64) + 8 * largest**2) > free:
+        if (
+            exact
+            and (needed := memory_needed(largest, largest, torch.float64) + 8 * largest**2) > free
+        ):
             raise ValueError(
                 f"The largest block has {largest:,} parameters: built, and with its eigenvalues, it needs {needed / GIB:,.1f} "
                 f"GiB, and {free / GIB:,.1f} GiB are free. Choose smaller blocks (by head), fewer parameters (only), or not "
@@ -363,15 +451,23 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str] | None:
         return None
     names, chosen = list(trainable(model)), set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        fit = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        fit = {
+            name
+            for name in names
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+        }
         if not fit:
-            raise ValueError(f"Invalid only={pattern!r}. Must fit a trainable parameter, such as {', '.join(names[:4])}.")
+            raise ValueError(
+                f"Invalid only={pattern!r}. Must fit a trainable parameter, such as {', '.join(names[:4])}."
+            )
         chosen |= fit
     return [name for name in names if name in chosen]
 
 
 def _distances(measured: Mapping[str, BlockReport]) -> dict[str, JensenShannon]:
-    spectra = {label: block.spectrum for label, block in measured.items() if block.spectrum is not None}
+    spectra = {
+        label: block.spectrum for label, block in measured.items() if block.spectrum is not None
+    }
     if len(spectra) < max(2, len(measured)):
         return {}
     largest = max(float(spectrum.nodes.abs().max()) for spectrum in spectra.values())
@@ -391,7 +487,9 @@ def _row(label: str, block: BlockReport) -> dict[str, Any]:
         "frobenius": block.frobenius.value,
         "frobenius_error": block.frobenius.standard_error,
         **{f"top_{i + 1}": value for i, value in enumerate(block.top.tolist())},
-        "negative_of_count": block.negative.of_count if block.negative is not None and block.exact else None,
+        "negative_of_count": block.negative.of_count
+        if block.negative is not None and block.exact
+        else None,
         "negative_of_mass": None if block.negative is None else block.negative.of_mass,
         "exact": block.exact,
     }

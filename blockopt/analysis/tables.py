@@ -29,7 +29,11 @@ def aligned(rows: Sequence[tuple[str, ...]], width: int) -> str:
         if len(label) > widths[0]:
             end = widths[0] // 2
             label = f"{label[: widths[0] - end - 1]}…{label[-end:]}"
-        lines.append("  ".join([label.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:]))]))
+        lines.append(
+            "  ".join(
+                [label.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:]))]
+            )
+        )
     return "\n".join(lines)
 
 
@@ -40,7 +44,10 @@ def number_and_error(estimate: Estimate) -> tuple[str, str]:
         >>> number_and_error(Estimate(-12.345, 0.678, 20)), number_and_error(Estimate(2.0, 0.0, 3))
         (('-1.23e+01', '7e-01'), ('2.00e+00', '0'))
     """
-    return f"{estimate.value:.2e}", f"{estimate.standard_error:.0e}" if estimate.standard_error > 0 else "0"
+    return (
+        f"{estimate.value:.2e}",
+        f"{estimate.standard_error:.0e}" if estimate.standard_error > 0 else "0",
+    )
 
 
 def plain(value: Any) -> Any:

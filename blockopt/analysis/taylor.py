@@ -1,8 +1,9 @@
 """Second-order loss differences: what gradient and Hessian say an update does to the loss, and what it does.
 
-Along an update δ the loss changes by `g·δ + ½ δᵀHδ` up to third order, and that splits into what each block does alone and
-what blocks do to one another. The second half is another difference: the one that a further sample makes to the mean loss of a
-data set (Petrov, Kiselev, Meshkov and Grabovoy, arXiv 2510.16927, Theorem 7).
+Along an update δ the loss changes by `g·δ + ½ δᵀHδ` up to third order, and that splits into what
+each block does alone and what blocks do to one another. The second half is another difference: the
+one that a further sample makes to the mean loss of a data set (Petrov, Kiselev, Meshkov and
+Grabovoy, arXiv 2510.16927, Theorem 7).
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from torch import Tensor, nn
 
 from blockopt.analysis.closed_forms.growth import Exponent, fit_exponent
 from blockopt.blocks import Blocks
-from blockopt.blocks.groups import Level, block_groups
+from blockopt.blocks.groups import Level, block_groups, sum_groups
 from blockopt.blocks.split import expand
 from blockopt.measure.along_update import along_update
-from blockopt.measure.closures import Curvature, Evaluation, Losses, batch_means, checked_blocks, eager_math, trainable
+from blockopt.measure.closures import (
+    Curvature,
+    Evaluation,
+    Losses,
+    batch_means,
+    checked_blocks,
+    eager_math,
+    trainable,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class LossDifference:
         group_actual: (G,) `L(θ + δ_b) - L(θ)`, with only group b moved.
         group_first_order: (G,) `g_b·δ_b`.
         group_second_order: (G,) `g_b·δ_b + ½ δ_bᵀ H_bb δ_b`.
-        interaction: (G,) `½ Σ_{c≠b} δ_bᵀ H_bc δ_c`: half of what the other groups' moves add to group b.
+        interaction: (G,) `½ Σ_{c≠b} δ_bᵀ H_bc δ_c`: half of what the other groups' moves add to
+            group b.
         curvature: (G, G) `δ_bᵀ H_bc δ_c`.
     """
 
@@ -58,16 +68,42 @@ class LossDifference:
         return self.actual - float(self.group_actual.sum())
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("group", "actual", "first order", "second order", "interaction")]
-        columns = (self.group_actual, self.group_first_order, self.group_second_order, self.interaction)
+        rows: list[tuple[str, ...]] = [
+            ("group", "actual", "first order", "second order", "interaction")
+        ]
+        columns = (
+            self.group_actual,
+            self.group_first_order,
+            self.group_second_order,
+            self.interaction,
+        )
         for label, *values in zip(self.labels, *(column.tolist() for column in columns)):
             rows.append((label, *(f"{value:.4g}" for value in values)))
         sums = [f"{float(column.sum()):.4g}" for column in columns]
         rows.append(("sum of groups", *sums))
-        rows.append(("interaction", f"{self.actual_interaction:.4g}", "", f"{float(self.interaction.sum()):.4g}", ""))
-        rows.append(("jointly", f"{self.actual:.4g}", f"{self.first_order:.4g}", f"{self.second_order:.4g}", ""))
+        rows.append(
+            (
+                "interaction",
+                f"{self.actual_interaction:.4g}",
+                "",
+                f"{float(self.interaction.sum()):.4g}",
+                "",
+            )
+        )
+        rows.append(
+            (
+                "jointly",
+                f"{self.actual:.4g}",
+                f"{self.first_order:.4g}",
+                f"{self.second_order:.4g}",
+                "",
+            )
+        )
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in rows]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+            for row in rows
+        ]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -81,18 +117,21 @@ def loss_difference(
 ) -> LossDifference:
     """The difference that an update would make to the loss, predicted from gradient and Hessian and measured.
 
-    Unlike `along_update` in a training loop, the update starts here: it is what would be added to the weights as they are. They
-    are put back at the end, as the same tensors, whatever happens. For each group of blocks this takes a Hessian-vector product
-    and a forward pass of every batch. Losses are differences of nearly equal numbers: use a model in float64, or an update
-    large enough for the loss to change by much more than its rounding.
+    Unlike `along_update` in a training loop, the update starts here: it is what would be added to
+    the weights as they are. They are put back at the end, as the same tensors, whatever happens.
+    For each group of blocks this takes a Hessian-vector product and a forward pass of every batch.
+    Losses are differences of nearly equal numbers: use a model in float64, or an update large
+    enough for the loss to change by much more than its rounding.
 
     Args:
         model: Any module with whole parameters (not FSDP2).
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them; they are
-            averaged by tokens. Each is called many times, and must give the same batch every time.
+        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
+            or several of them; they are averaged by tokens. Each is called many times, and must
+            give the same batch every time.
         update: `{parameter name: δ}`. A parameter without one does not move.
         blocks: What `find_blocks(model)` returns; found here by default.
-        by: The groups of blocks that are moved alone, see `block_scales`; "head" moves each block of `blocks` alone.
+        by: The groups of blocks that are moved alone, see `block_scales`; "head" moves each block
+            of `blocks` alone.
 
     Returns:
         The `LossDifference`.
@@ -111,7 +150,9 @@ def loss_difference(
         >>> found.actual, found.first_order, found.second_order
         (-33.0, -42.0, -33.0)
     """
-    closures = losses if callable(losses) else list(losses)  # used twice, though it may be a generator
+    closures = (
+        losses if callable(losses) else list(losses)
+    )  # used twice, though it may be a generator
     blocks = checked_blocks(model, blocks)
     along = along_update(model, closures, update, blocks=blocks, matrix_by=by)
     labels, groups = block_groups(blocks, by)
@@ -124,7 +165,11 @@ def loss_difference(
     def part(group: int) -> dict[str, Tensor]:
         """What of the update moves one group."""
         chosen = {name: groups[name] == group for name in parameters}
-        return {n: update[n] * expand(c.to(update[n]), blocks[n].split, update[n].ndim) for n, c in chosen.items() if c.any()}
+        return {
+            n: update[n] * expand(c.to(update[n]), blocks[n].split, update[n].ndim)
+            for n, c in chosen.items()
+            if c.any()
+        }
 
     def measure(evaluation: Evaluation) -> dict[str, Tensor]:
         with eager_math():
@@ -140,7 +185,7 @@ def loss_difference(
     found = batch_means(model, closures, measure)
     assert along.matrix is not None
     curvature = along.matrix[moved][:, moved]
-    slope = _sum_groups(along.slope, groups, len(labels))[moved]
+    slope = sum_groups(along.slope, groups, len(labels))[moved]
     own = curvature.diagonal()
     return LossDifference(
         loss=float(found["loss"]),
@@ -159,8 +204,8 @@ def loss_difference(
 def sample_differences(losses: Tensor) -> Tensor:
     """`L_{k+1} - L_k` for k = 1, 2, …: what sample k + 1 does to the mean loss of a data set, at fixed weights.
 
-    With `L_k` the mean of the first k losses this is `(ℓ_{k+1} - L_k) / (k + 1)`, the form used here, which does not cancel.
-    Here k is the size of the data set, not a step of training.
+    With `L_k` the mean of the first k losses this is `(ℓ_{k+1} - L_k) / (k + 1)`, the form used
+    here, which does not cancel. Here k is the size of the data set, not a step of training.
 
     Args:
         losses: (n,) the loss of each sample, or (…, n) of several orders of the samples.
@@ -176,7 +221,9 @@ def sample_differences(losses: Tensor) -> Tensor:
         tensor([1., 1.], dtype=torch.float64)
     """
     if losses.ndim < 1 or losses.shape[-1] < 2:
-        raise ValueError(f"Invalid losses of shape {tuple(losses.shape)}. Must be (..., samples) of two samples or more.")
+        raise ValueError(
+            f"Invalid losses of shape {tuple(losses.shape)}. Must be (..., samples) of two samples or more."
+        )
     values = losses.detach().double()
     sizes = torch.arange(1, values.shape[-1], dtype=torch.float64, device=values.device)
     means = values.cumsum(-1)[..., :-1] / sizes
@@ -184,16 +231,22 @@ def sample_differences(losses: Tensor) -> Tensor:
 
 
 def sample_bound(
-    sizes: Tensor, largest_loss: float, curvature: float = 0.0, distance: float = 0.0, *, sharp: bool = True
+    sizes: Tensor,
+    largest_loss: float,
+    curvature: float = 0.0,
+    distance: float = 0.0,
+    *,
+    sharp: bool = True,
 ) -> Tensor:
     """A bound of `|L_{k+1}(w) - L_k(w)|`, `(L̄ + M ‖w - w*‖²) / (k + 1)`: its rate is 1/k.
 
-    Theorem 7 has `2 L̄` in the place of `L̄`: more than is needed, since two numbers in [0, L̄] differ by at most L̄. Here L̄ bounds
-    the losses of the samples at `w*` and M the spectral norms of their Hessians there, and all gradients vanish at `w*` (the
-    paper's assumption). To second order, exactly for quadratic losses, `ℓ_{k+1}(w) - L_k(w)` is then a difference of losses at
-    `w*` plus `½ (w - w*)ᵀ (H_{k+1} - mean H) (w - w*)`, of which the last is at most `M ‖w - w*‖²`; half of that, if no Hessian
-    has a negative eigenvalue. Where L̄ bounds the losses at w itself, `L̄ / (k + 1)` holds without any assumption: leave out the
-    other two.
+    Theorem 7 has `2 L̄` in the place of `L̄`: more than is needed, since two numbers in [0, L̄]
+    differ by at most L̄. Here L̄ bounds the losses of the samples at `w*` and M the spectral norms
+    of their Hessians there, and all gradients vanish at `w*` (the paper's assumption). To second
+    order, exactly for quadratic losses, `ℓ_{k+1}(w) - L_k(w)` is then a difference of losses at
+    `w*` plus `½ (w - w*)ᵀ (H_{k+1} - mean H) (w - w*)`, of which the last is at most `M ‖w - w*‖²`;
+    half of that, if no Hessian has a negative eigenvalue. Where L̄ bounds the losses at w itself,
+    `L̄ / (k + 1)` holds without any assumption: leave out the other two.
 
     Args:
         sizes: k, the sizes of the data set before the sample.
@@ -222,8 +275,8 @@ def sample_bound(
 def sample_rate(differences: Tensor) -> Exponent:
     """The power of k + 1 that `|L_{k+1} - L_k|` falls with, -1 in theory: the slope of a line in the log-log plot.
 
-    Single differences scatter by an order of magnitude about it, since a loss may be close to the mean. More orders of the
-    samples average that out.
+    Single differences scatter by an order of magnitude about it, since a loss may be close to the
+    mean. More orders of the samples average that out.
 
     Args:
         differences: (n - 1,) or (orders, n - 1), what `sample_differences` returns.
@@ -234,7 +287,9 @@ def sample_rate(differences: Tensor) -> Exponent:
     """
     sizes = torch.arange(2, differences.shape[-1] + 2, dtype=torch.float64)
     differences = differences.detach().double().abs().cpu()
-    present = (differences > 0).reshape(-1, len(sizes)).all(0)  # a loss equal to the mean has no logarithm
+    present = (
+        (differences > 0).reshape(-1, len(sizes)).all(0)
+    )  # a loss equal to the mean has no logarithm
     return fit_exponent(sizes[present], differences[..., present])
 
 

@@ -1,8 +1,9 @@
 """A learning rate for every Hessian block, kept up to date while training.
 
-`BlockLR` measures the curvature of the blocks now and then, makes a multiplier of it and gives it to the optimizer. The
-schedule keeps `group["lr"]`, the optimizer keeps its moments, and a refresh leaves no other trace: gradients, random numbers,
-buffers and modes are those that training would have without it.
+`BlockLR` measures the curvature of the blocks now and then, makes a multiplier of it and gives it
+to the optimizer. The schedule keeps `group["lr"]`, the optimizer keeps its moments, and a refresh
+leaves no other trace: gradients, random numbers, buffers and modes are those that training would
+have without it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from torch import Tensor, nn
 from blockopt.block_lr.history import History, Refresh, ScaleTable
 from blockopt.block_lr.optimizer_hooks import AttachedOptimizer
 from blockopt.block_lr.scales import block_scales
-from blockopt.blocks import Blocks
-from blockopt.blocks.groups import Level, block_groups
-from blockopt.blocks.split import block_numel
+from blockopt.blocks import Blocks, Level, block_groups, block_numel, sum_groups
 from blockopt.curvature import ESTIMATORS, Request
 from blockopt.distributed import agreed, is_sharded, mean_over_ranks, rank
 from blockopt.measure.closures import Losses, check_probes, trainable, undisturbed
@@ -38,9 +37,10 @@ class NowherePositive(FloatingPointError):
 class BlockLR:
     """Gives every Hessian block of a model its own learning rate, `lr * scale[block]`, from its curvature.
 
-    A refresh measures the curvature, makes `block_scales` of it, and moves the logarithm of each scale towards them by
-    `1 - beta` (the first takes them as they are). The geometric mean of the scales over all entries stays 1, and all stay
-    within the bounds. Call `step` after `optimizer.step()` and before `zero_grad()`; it does nothing unless a refresh is due:
+    A refresh measures the curvature, makes `block_scales` of it, and moves the logarithm of each
+    scale towards them by `1 - beta` (the first takes them as they are). The geometric mean of the
+    scales over all entries stays 1, and all stay within the bounds. Call `step` after
+    `optimizer.step()` and before `zero_grad()`; it does nothing unless a refresh is due:
 
         optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=3e-3)
         block_lr = blockopt.BlockLR(optimizer, model, every=50)
@@ -52,32 +52,37 @@ class BlockLR:
             optimizer.zero_grad()
 
     With the optimizers of blockopt each block has its scale. Any other needs several groups, best
-    `torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), ...)`: while its step runs, the `lr` of each group is
-    multiplied by the geometric mean of the scales of the group's blocks; schedules see their own value. Its weight decay is
-    then scaled too, since `torch.optim` decays by `lr * weight_decay`; with blockopt's optimizers it is not.
+    `torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), ...)`: while its step runs, the
+    `lr` of each group is multiplied by the geometric mean of the scales of the group's blocks;
+    schedules see their own value. Its weight decay is then scaled too, since `torch.optim` decays
+    by `lr * weight_decay`; with blockopt's optimizers it is not.
 
-    Refreshes go by the number of steps that the optimizer has taken, from 1: step `warmup + 1`, and each `every` later.
-    Micro-batches of gradient accumulation, steps that a `GradScaler` leaves out and steps that the optimizer refuses do not
-    count.
+    Refreshes go by the number of steps that the optimizer has taken, from 1: step `warmup + 1`, and
+    each `every` later. Micro-batches of gradient accumulation, steps that a `GradScaler` leaves out
+    and steps that the optimizer refuses do not count.
 
-    A loss or a curvature that is not finite, a lack of memory and a closure that returns no loss leave the scales as they are,
-    warn once, and are counted in `failures`; the third in a row raises. So does curvature that is nowhere positive, but without
-    ever raising. Other errors raise at once.
+    A loss or a curvature that is not finite, a lack of memory and a closure that returns no loss
+    leave the scales as they are, warn once, and are counted in `failures`; the third in a row
+    raises. So does curvature that is nowhere positive, but without ever raising. Other errors raise
+    at once.
 
-    Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and all hold the same scales.
+    Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and
+    all hold the same scales.
 
-    A refresh runs in evaluation mode, where transformers does no activation checkpointing: a model that needs that to fit into
-    memory must be measured on a smaller batch.
+    A refresh runs in evaluation mode, where transformers does no activation checkpointing: a model
+    that needs that to fit into memory must be measured on a smaller batch.
 
     Args:
-        optimizer: One of blockopt's, or any `torch.optim.Optimizer` with several groups, wrapped by `accelerate` or not. A
-            second BlockLR on an optimizer takes the place of the first.
+        optimizer: One of blockopt's, or any `torch.optim.Optimizer` with several groups, wrapped by
+            `accelerate` or not. A second BlockLR on an optimizer takes the place of the first.
         model: The model that it trains, under any wrapper.
-        curvature: One of "newton", "secant", "directional", "gauss_newton", "analytic", "hutchinson", "gradient" and
-            "power_law", see `blockopt.curvature`; or a function of the model and of what `step` is given, which returns
-            `{parameter name: tensor of num_blocks}`, and which runs in evaluation mode and without gradients to see.
-            "directional", "secant" (the same from two gradients) and "newton" look along the optimizer's update, for which
-            they keep a copy of the parameters from before the step that a refresh follows.
+        curvature: One of "newton", "secant", "directional", "gauss_newton", "analytic",
+            "hutchinson", "gradient" and "power_law", see `blockopt.curvature`; or a function of the
+            model and of what `step` is given, which returns `{parameter name: tensor of
+            num_blocks}`, and which runs in evaluation mode and without gradients to see.
+            "directional", "secant" (the same from two gradients) and "newton" look along the
+            optimizer's update, for which they keep a copy of the parameters from before the step
+            that a refresh follows.
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow; from then on the scales stay.
@@ -89,12 +94,13 @@ class BlockLR:
         seed: Of these samples, which differ from step to step and from rank to rank.
 
     Attributes:
-        history: Curvature and scale of each group of blocks at each refresh; of each role in each parameter for `by="head"`.
+        history: Curvature and scale of each group of blocks at each refresh; of each role in each
+            parameter for `by="head"`.
         failures: How many refreshes have failed.
 
     Raises:
-        ValueError: If an option is out of range, the optimizer has a parameter that the model lacks, is one of blockopt's
-            without blocks, or another with one group or without `lr`.
+        ValueError: If an option is out of range, the optimizer has a parameter that the model
+            lacks, is one of blockopt's without blocks, or another with one group or without `lr`.
         TypeError: If the optimizer is not a `torch.optim.Optimizer`.
 
     Example:
@@ -132,14 +138,21 @@ class BlockLR:
     ) -> None:
         if not callable(curvature) and curvature not in ESTIMATORS:
             names = ", ".join(map(repr, ESTIMATORS))
-            raise ValueError(f"Invalid curvature={curvature!r}. Must be one of {names}, or a function.")
+            raise ValueError(
+                f"Invalid curvature={curvature!r}. Must be one of {names}, or a function."
+            )
         for name, value, low in (("every", every, 1), ("warmup", warmup, 0), ("until", until, 0)):
             if (name, value) != ("until", None) and (not isinstance(value, int) or value < low):
                 raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {low}.")
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta={beta}. Must be in [0, 1).")
         check_probes(num_probes)
-        self._model, self._curvature, self._num_probes, self._seed = model, curvature, num_probes, seed
+        self._model, self._curvature, self._num_probes, self._seed = (
+            model,
+            curvature,
+            num_probes,
+            seed,
+        )
         self._estimator = None if callable(curvature) else ESTIMATORS[curvature]
         self._needs_update = self._estimator is not None and self._estimator.needs_update
         self._every, self._warmup, self._until, self._beta = every, warmup, until, beta
@@ -163,27 +176,35 @@ class BlockLR:
     def last_scales(self) -> ScaleTable:
         """The scales of all blocks after the last refresh. Prints as a table by role."""
         blocks = self._attached.blocks()
-        scales = _ones(blocks) | {name: logs.exp().float() for name, logs in self._log_scales.items() if name in blocks}
+        scales = _ones(blocks) | {
+            name: logs.exp().float() for name, logs in self._log_scales.items() if name in blocks
+        }
         return ScaleTable(scales, blocks)
 
     def step(self, losses: Losses | None = None) -> None:
         """Refresh the scales if that is due; otherwise do nothing, and do not call the closure.
 
         Args:
-            losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them, which
-                are averaged by tokens. A closure is called twice by "secant" and "newton", and must then take the same batch:
-                draw it before. "gradient" and "power_law" need none.
+            losses: A closure that returns the mean loss of a batch, or that and its number of
+                tokens, or several of them, which are averaged by tokens. A closure is called twice
+                by "secant" and "newton", and must then take the same batch: draw it before.
+                "gradient" and "power_law" need none.
 
         Raises:
-            ValueError: If the curvature needs a loss and there is none; or about the model, the loss function, or what a
-                function of your own returned.
-            RuntimeError: If this was the third failure in a row, or if another BlockLR has taken the place of this one.
+            ValueError: If the curvature needs a loss and there is none; or about the model, the
+                loss function, or what a function of your own returned.
+            RuntimeError: If this was the third failure in a row, or if another BlockLR has taken
+                the place of this one.
         """
         if not self._attached.is_attached:
-            raise RuntimeError("Another BlockLR has taken the place of this one on the same optimizer. Call that one's step.")
+            raise RuntimeError(
+                "Another BlockLR has taken the place of this one on the same optimizer. Call that one's step."
+            )
         self._attached.restore()
         if losses is None and self._estimator is not None and self._estimator.needs_loss:
-            raise ValueError(f"curvature={self._curvature!r} needs a loss: block_lr.step(lambda: model(**batch).loss).")
+            raise ValueError(
+                f"curvature={self._curvature!r} needs a loss: block_lr.step(lambda: model(**batch).loss)."
+            )
         due = self._last_due(self.num_steps)
         if due > self._served and (not self._needs_update or self._attached.has_update):
             self._served = due
@@ -201,7 +222,8 @@ class BlockLR:
     def _refresh(self, losses: Losses | None) -> None:
         blocks = self._attached.blocks()
         values, error = self._try_to_measure(losses, blocks)
-        # A rank that has failed takes part with NaN, which the mean shows to all: they decide alike, and none waits.
+        # A rank that has failed takes part with NaN, which the mean shows to all: they decide
+        # alike, and none waits.
         values = mean_over_ranks(values, next(self._model.parameters()).device)
         curvature = dict(zip(blocks, values.split([entry.num_blocks for entry in blocks.values()])))
         scales: dict[str, Tensor] = {}
@@ -214,26 +236,41 @@ class BlockLR:
             return
         self._failures_in_a_row = 0
         parameters = trainable(self._model)
-        numel = {name: block_numel(tuple(parameters[name].shape), entry.split).double() for name, entry in blocks.items()}
-        smoothed = {name: self._smoothed(name, scale.double().log()) for name, scale in scales.items()}
+        numel = {
+            name: block_numel(tuple(parameters[name].shape), entry.split).double()
+            for name, entry in blocks.items()
+        }
+        smoothed = {
+            name: self._smoothed(name, scale.double().log()) for name, scale in scales.items()
+        }
         self._log_scales |= self._attached.pool(smoothed, numel)
         self._attached.write(self._log_scales)
         self._record(curvature, blocks, numel)
 
-    def _try_to_measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> tuple[Tensor, Exception | None]:
+    def _try_to_measure(
+        self, losses: Losses | None, blocks: Mapping[str, Blocks]
+    ) -> tuple[Tensor, Exception | None]:
         """The curvature of all blocks in a row; or NaN and the error."""
         try:
             return _flat(self._measure(losses, blocks), blocks), None
         except Exception as error:
             if _may_pass(error):
-                traceback.clear_frames(error.__traceback__)  # they hold the graph of the loss, which may be all of the memory
-            return torch.full((sum(entry.num_blocks for entry in blocks.values()),), math.nan, dtype=torch.float64), error
+                traceback.clear_frames(
+                    error.__traceback__
+                )  # they hold the graph of the loss, which may be all of the memory
+            return torch.full(
+                (sum(entry.num_blocks for entry in blocks.values()),), math.nan, dtype=torch.float64
+            ), error
 
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         model = self._model
         sharded = next((p.device for p in model.parameters() if is_sharded(p)), None)
         if losses is not None and sharded is not None:
-            losses = agreed(losses, sharded) if callable(losses) else [agreed(closure, sharded) for closure in losses]
+            losses = (
+                agreed(losses, sharded)
+                if callable(losses)
+                else [agreed(closure, sharded) for closure in losses]
+            )
         if callable(self._curvature):
             with undisturbed(model):
                 return self._curvature(model, losses)
@@ -259,24 +296,33 @@ class BlockLR:
             return {}, FloatingPointError("The curvature of some blocks is not finite.")
         try:
             return block_scales(curvature, self._model, blocks, **self._options), None
-        except ValueError as error:  # options, names and lengths have been checked: nothing positive was measured
+        except (
+            ValueError
+        ) as error:  # options, names and lengths have been checked: nothing positive was measured
             return {}, NowherePositive(str(error))
 
     def _smoothed(self, name: str, new: Tensor) -> Tensor:
         old = self._log_scales.get(name)
         return new if old is None else self._beta * old + (1 - self._beta) * new
 
-    def _record(self, curvature: Mapping[str, Tensor], blocks: Mapping[str, Blocks], numel: Mapping[str, Tensor]) -> None:
+    def _record(
+        self,
+        curvature: Mapping[str, Tensor],
+        blocks: Mapping[str, Blocks],
+        numel: Mapping[str, Tensor],
+    ) -> None:
         by = self._options["by"]
-        labels, groups = block_groups(blocks, "tensor" if by == "head" else by)
-        group, weights = (torch.cat([values[name] for name in blocks]) for values in (groups, numel))
+        groups, numbers = block_groups(blocks, "tensor" if by == "head" else by)
+        entries = sum_groups(numel, numbers, len(groups))
 
-        def means(values: Mapping[str, Tensor]) -> Tensor:
-            sums = torch.bincount(group, torch.cat([values[name] for name in blocks]) * weights)
-            return sums / torch.bincount(group, weights)
+        def means(values: Mapping[str, Tensor]) -> list[float]:
+            weighted = {name: values[name] * numel[name] for name in blocks}
+            return (sum_groups(weighted, numbers, len(groups)) / entries).tolist()
 
-        pooled, scales = means(curvature).tolist(), means(self._log_scales).exp().tolist()
-        self.history.append(Refresh(self.num_steps, dict(zip(labels, pooled)), dict(zip(labels, scales))))
+        scales = [math.exp(mean) for mean in means(self._log_scales)]
+        self.history.append(
+            Refresh(self.num_steps, dict(zip(groups, means(curvature))), dict(zip(groups, scales)))
+        )
 
     def _fail(self, error: Exception) -> None:
         """Keep the scales for now."""
@@ -302,8 +348,10 @@ class BlockLR:
             "served": self._served,
             "failures": self.failures,
             "failures_in_a_row": self._failures_in_a_row,
-            "log_scales": {_unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()},
-            "history": [refresh._asdict() for refresh in self.history],
+            "log_scales": {
+                _unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()
+            },
+            "history": [refresh.to_plain() for refresh in self.history],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -317,7 +365,9 @@ class BlockLR:
         loaded = {}
         for saved, logs in state_dict["log_scales"].items():
             if saved not in names:
-                raise ValueError(f"The checkpoint has scales for {saved!r}, which is no parameter of the model.")
+                raise ValueError(
+                    f"The checkpoint has scales for {saved!r}, which is no parameter of the model."
+                )
             entry = blocks.get(names[saved])
             if entry is not None and len(logs) != entry.num_blocks:
                 raise ValueError(
@@ -325,9 +375,12 @@ class BlockLR:
                 )
             loaded[names[saved]] = logs.clone()
         self._attached.num_steps, self._served = state_dict["num_steps"], state_dict["served"]
-        self.failures, self._failures_in_a_row = state_dict["failures"], state_dict["failures_in_a_row"]
+        self.failures, self._failures_in_a_row = (
+            state_dict["failures"],
+            state_dict["failures_in_a_row"],
+        )
         self._log_scales = loaded
-        self.history = History(Refresh(**refresh) for refresh in state_dict["history"])
+        self.history = History(Refresh.from_plain(refresh) for refresh in state_dict["history"])
         if loaded:
             self._attached.write(loaded)
 
@@ -345,10 +398,14 @@ def _flat(curvature: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Tens
     """The values of all blocks in a row, or `ValueError` if some are missing."""
     wrong = sorted(curvature.keys() ^ blocks.keys())
     if wrong:
-        raise ValueError(f"Invalid curvature: {wrong[:3]} are in it or among the model's trainable parameters, not in both.")
+        raise ValueError(
+            f"Invalid curvature: {wrong[:3]} are in it or among the model's trainable parameters, not in both."
+        )
     for name, entry in blocks.items():
         if (shape := tuple(curvature[name].shape)) != (entry.num_blocks,):
-            raise ValueError(f"Invalid curvature of shape {shape} for {name!r}. Must be {(entry.num_blocks,)}, one a block.")
+            raise ValueError(
+                f"Invalid curvature of shape {shape} for {name!r}. Must be {(entry.num_blocks,)}, one a block."
+            )
     return torch.cat([curvature[name].detach().to("cpu", torch.float64) for name in blocks])
 
 

@@ -6,14 +6,15 @@ import csv
 import json
 import math
 import os
-import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockopt.blocks import ROLES, Blocks
+from blockopt.blocks import ROLES, BlockGroup, Blocks
+from blockopt.tables import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,20 +28,35 @@ class Refresh(NamedTuple):
 
     Attributes:
         step: The number of the optimizer step it followed, from 1.
-        curvature: Mean curvature of each group of blocks, by its label.
-        scale: Geometric mean of the smoothed scales of each group, by its label.
+        curvature: Mean curvature of each group of blocks.
+        scale: Geometric mean of the smoothed scales of each group.
     """
 
     step: int
-    curvature: dict[str, float]
-    scale: dict[str, float]
+    curvature: dict[BlockGroup, float]
+    scale: dict[BlockGroup, float]
+
+    def to_plain(self) -> dict[str, Any]:
+        """The refresh as numbers, strings and lists, which every checkpoint format takes."""
+        rows = [
+            [*group, curvature, self.scale[group]] for group, curvature in self.curvature.items()
+        ]
+        return {"step": self.step, "rows": rows}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Refresh:
+        """The inverse of `to_plain`."""
+        curvature = {BlockGroup(*row[:4]): row[4] for row in plain["rows"]}
+        scale = {BlockGroup(*row[:4]): row[5] for row in plain["rows"]}
+        return Refresh(plain["step"], curvature, scale)
 
 
 class History(list[Refresh]):
     """The refreshes of a `BlockLR`, in order: a list that can be plotted and saved.
 
     Example:
-        >>> history = History([Refresh(1, {"query": 0.5, "value": 2.0}, {"query": 2.0, "value": 0.5})])
+        >>> query, value = BlockGroup("query"), BlockGroup("value")
+        >>> history = History([Refresh(1, {query: 0.5, value: 2.0}, {query: 2.0, value: 0.5})])
         >>> history.rows()[0]
         {'step': 1, 'block': 'query', 'curvature': 0.5, 'scale': 2.0}
     """
@@ -48,9 +64,14 @@ class History(list[Refresh]):
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary of step, block, curvature and scale for each group of blocks of each refresh."""
         return [
-            {"step": refresh.step, "block": label, "curvature": curvature, "scale": refresh.scale[label]}
+            {
+                "step": refresh.step,
+                "block": str(group),
+                "curvature": curvature,
+                "scale": refresh.scale[group],
+            }
             for refresh in self
-            for label, curvature in refresh.curvature.items()
+            for group, curvature in refresh.curvature.items()
         ]
 
     def to_csv(self, path: Path) -> None:
@@ -76,18 +97,27 @@ class History(list[Refresh]):
             ValueError: If there was no refresh yet.
         """
         if not self:
-            raise ValueError("No refresh to plot yet: the first comes after optimizer step warmup + 1.")
+            raise ValueError(
+                "No refresh to plot yet: the first comes after optimizer step warmup + 1."
+            )
         try:
             from matplotlib import colormaps
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("history.plot() needs matplotlib: pip install matplotlib.") from error
-        figure = Figure(figsize=(10, 4), layout="constrained")  # without pyplot, which would keep every figure alive
+        figure = Figure(
+            figsize=(10, 4), layout="constrained"
+        )  # without pyplot, which would keep every figure alive
         left, right = figure.subplots(1, 2)
         for axes, quantity in ((left, "curvature"), (right, "scale")):
             self._draw(axes, quantity, colormaps["tab20"].colors)  # type: ignore[attr-defined]
         handles = {line.get_label(): line for line in right.get_lines()}
-        figure.legend(handles.values(), [str(label) for label in handles], loc="outside right center", title="role")
+        figure.legend(
+            handles.values(),
+            [str(label) for label in handles],
+            loc="outside right center",
+            title="role",
+        )
         if path is not None:
             figure.savefig(path)
         return figure
@@ -95,19 +125,19 @@ class History(list[Refresh]):
     def _draw(self, axes: Axes, quantity: str, colors: list[Any]) -> None:
         """One line a group, thin if a role has several of them."""
         steps = [refresh.step for refresh in self]
-        labels = list(dict.fromkeys(label for refresh in self for label in getattr(refresh, quantity)))
-        roles = [role_of(label) for label in labels]
-        for label, role in sorted(zip(labels, roles), key=lambda pair: ROLES.index(pair[1])):
-            values = [getattr(refresh, quantity).get(label, math.nan) for refresh in self]
-            shown = [value if value > 0 else math.nan for value in values]  # a log axis has no place for others
-            width = 1.8 if roles.count(role) == 1 else 0.6
-            axes.plot(steps, shown, color=colors[ROLES.index(role)], marker=".", linewidth=width, label=role)
+        groups = list(
+            dict.fromkeys(group for refresh in self for group in getattr(refresh, quantity))
+        )
+        members = Counter(group.role for group in groups)
+        for group in sorted(groups, key=lambda group: ROLES.index(group.role)):
+            values = [getattr(refresh, quantity).get(group, math.nan) for refresh in self]
+            shown = [
+                value if value > 0 else math.nan for value in values
+            ]  # a log axis has no place for others
+            width = 1.8 if members[group.role] == 1 else 0.6
+            color = colors[ROLES.index(group.role)]
+            axes.plot(steps, shown, color=color, marker=".", linewidth=width, label=group.role)
         axes.set(xlabel="optimizer step", ylabel=f"{quantity} of the block", yscale="log")
-
-
-def role_of(label: str) -> str:
-    """The role in the label of a group of blocks: `query`, `3.query` or `h.3.attn.c_attn.weight:query`."""
-    return re.split("[.:]", label)[-1]
 
 
 class ScaleTable:
@@ -138,8 +168,6 @@ class ScaleTable:
             scales = torch.cat(by_role[role])
             numbers = (scales.min(), scales.median(), scales.max())
             rows.append((role, f"{len(scales):,}", *(f"{float(number):.3g}" for number in numbers)))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]) for row in rows]
-        return "\n".join(lines)
+        return aligned(rows)
 
     __repr__ = __str__

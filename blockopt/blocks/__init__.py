@@ -3,12 +3,20 @@
 from blockopt.blocks.blocks import ROLES, ROW_ROLES, Blocks, from_plain, to_plain
 from blockopt.blocks.describe import describe
 from blockopt.blocks.find import find_blocks, param_groups
-from blockopt.blocks.groups import Level, block_groups, sum_groups
-from blockopt.blocks.split import Split, block_numel, block_sum, block_sum_along, expand, expand_along
+from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
+from blockopt.blocks.split import (
+    Split,
+    block_numel,
+    block_sum,
+    block_sum_along,
+    expand,
+    expand_along,
+)
 
 __all__ = [
     "ROLES",
     "ROW_ROLES",
+    "BlockGroup",
     "Blocks",
     "Level",
     "Split",
@@ -16,12 +24,14 @@ __all__ = [
     "block_numel",
     "block_sum",
     "block_sum_along",
+    "by_name",
     "describe",
     "expand",
     "expand_along",
     "find_blocks",
     "from_plain",
     "param_groups",
+    "per_block",
     "sum_groups",
     "to_plain",
 ]

@@ -41,7 +41,9 @@ class Blocks(NamedTuple):
         """
         if self.split is None:
             return self.roles
-        once = tuple(role for role, parts in zip(self.roles, self.split.parts) for _ in range(parts))
+        once = tuple(
+            role for role, parts in zip(self.roles, self.split.parts) for _ in range(parts)
+        )
         return once * (1 if self.split.pooled else self.split.repeat)
 
     def check(self, shape: tuple[int, ...]) -> None:
@@ -51,14 +53,20 @@ class Blocks(NamedTuple):
             raise ValueError(f"Invalid roles={self.roles}. Must be among {', '.join(ROLES)}.")
         sections = 1 if self.split is None else len(self.split.sizes)
         if len(self.roles) != sections:
-            raise ValueError(f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of the split.")
+            raise ValueError(
+                f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of the split."
+            )
         if self.split is not None:
             self.split.check(shape)
 
 
 def to_plain(blocks: Blocks) -> tuple[Any, ...]:
     """`blocks` as nested tuples of strings and numbers, which every checkpoint format takes."""
-    return (tuple(blocks.roles), blocks.layer, None if blocks.split is None else tuple(blocks.split))
+    return (
+        tuple(blocks.roles),
+        blocks.layer,
+        None if blocks.split is None else tuple(blocks.split),
+    )
 
 
 def from_plain(plain: tuple[Any, ...]) -> Blocks:

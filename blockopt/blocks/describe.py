@@ -9,9 +9,12 @@ from torch import nn
 from blockopt.blocks.blocks import ROLES, Blocks
 from blockopt.blocks.find import find_blocks
 from blockopt.blocks.split import block_numel
+from blockopt.tables import aligned
 
 
-def describe(model: nn.Module, blocks: Mapping[str, Blocks] | None = None, *, by_layer: bool = False) -> str:
+def describe(
+    model: nn.Module, blocks: Mapping[str, Blocks] | None = None, *, by_layer: bool = False
+) -> str:
     """A table of the blocks of `model`: role, layer, number of blocks, parameters and their share.
 
     Args:
@@ -47,11 +50,11 @@ def describe(model: nn.Module, blocks: Mapping[str, Blocks] | None = None, *, by
     rows = [("role", "layer", "blocks", "parameters", "share")]
     for key in sorted(counts, key=lambda key: (key[1], ROLES.index(key[0]))):
         number, numel = counts[key]
-        rows.append((key[0], _layer_range(layers[key]), f"{number:,}", f"{numel:,}", f"{numel / total:.1%}"))
+        rows.append(
+            (key[0], _layer_range(layers[key]), f"{number:,}", f"{numel:,}", f"{numel / total:.1%}")
+        )
     rows.append(("total", "", f"{sum(c[0] for c in counts.values()):,}", f"{total:,}", "100.0%"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned(rows)
 
 
 def _layer_range(layers: set[int | None]) -> str:

@@ -1,8 +1,9 @@
 """The Hessian blocks of a transformer: which role every parameter plays, and where it is cut.
 
-The loss Hessian of a transformer is heterogeneous by block: the embedding, the query, key and value of each head, the output
-projection, the MLP, the norms and the head differ in curvature by orders of magnitude (Ormaniec, Dangel and Singh, ICLR
-2025). `find_blocks` names those blocks for a model; everything else in blockopt works on what it returns.
+The loss Hessian of a transformer is heterogeneous by block: the embedding, the query, key and value
+of each head, the output projection, the MLP, the norms and the head differ in curvature by orders
+of magnitude (Ormaniec, Dangel and Singh, ICLR 2025). `find_blocks` names those blocks for a model;
+everything else in blockopt works on what it returns.
 """
 
 from __future__ import annotations
@@ -27,37 +28,45 @@ def find_blocks(
 ) -> dict[str, Blocks]:
     """Assign every trainable parameter of `model` to its Hessian blocks.
 
-    Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT (transformers and timm), T5, OPT,
-    `nn.MultiheadAttention` and the `nn.Transformer` layers, under DDP, FSDP2, PEFT and `torch.compile` wrappers too. The rules:
+    Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT
+    (transformers and timm), T5, OPT, `nn.MultiheadAttention` and the `nn.Transformer` layers, under
+    DDP, FSDP2, PEFT and `torch.compile` wrappers too. The rules:
 
-    - query, key and value: one block a head (a key-value head under grouped-query attention), fused or not, in any storage
-      order; the output projection is cut by head on its input side, where the heads meet it;
-    - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding` and per column of a `Conv1D`.
-      The default takes all of them. A row of the embedding or head is one token, seen as often as the token occurs, so rows
-      differ in curvature by the token frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly
-      block-diagonal in its neurons. One number a row costs 1/width of a parameter's memory;
+    - query, key and value: one block a head (a key-value head under grouped-query attention), fused
+      or not, in any storage order; the output projection is cut by head on its input side, where
+      the heads meet it;
+    - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding`
+      and per column of a `Conv1D`. The default takes all of them. A row of the embedding or head is
+      one token, seen as often as the token occurs, so rows differ in curvature by the token
+      frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly block-diagonal
+      in its neurons. One number a row costs 1/width of a parameter's memory;
     - norms: one block a tensor, weight and bias alike;
-    - biases have the role `bias` and are cut like the output side of their weight; a bias that follows the sum over heads
-      is one block;
-    - a parameter shared by several modules counts once, as `embedding` if one of them is an embedding;
-    - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is `other`, one block a tensor;
-    - a linear map that a module whose type is named `…Attention` holds and that is not understood is not `other`: it raises.
+    - biases have the role `bias` and are cut like the output side of their weight; a bias that
+      follows the sum over heads is one block;
+    - a parameter shared by several modules counts once, as `embedding` if one of them is an
+      embedding;
+    - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is
+      `other`, one block a tensor;
+    - a linear map that a module whose type is named `…Attention` holds and that is not understood
+      is not `other`: it raises.
 
     Frozen parameters are left out.
 
     Args:
         model: Any module.
-        per_head: Whether to cut attention by head; otherwise query, key, value and output are one block each.
+        per_head: Whether to cut attention by head; otherwise query, key, value and output are one
+            block each.
         per_row: The roles cut into one block per output unit, out of `ROW_ROLES`.
-        overrides: `{name or pattern: Blocks or role}` that take the place of what would be found; patterns are those of
-            `fnmatch`. A role alone stands for one block of it. A layer of None is filled in from the name.
+        overrides: `{name or pattern: Blocks or role}` that take the place of what would be found;
+            patterns are those of `fnmatch`. A role alone stands for one block of it. A layer of
+            None is filled in from the name.
 
     Returns:
         `{parameter name: Blocks}` in the order of `model.named_parameters()`.
 
     Raises:
-        ValueError: If a parameter can be read in more than one way, if an override fits no parameter or not its shape, or if
-            `per_row` holds a role that has no rows.
+        ValueError: If a parameter can be read in more than one way, if an override fits no
+            parameter or not its shape, or if `per_row` holds a role that has no rows.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
@@ -65,11 +74,14 @@ def find_blocks(
         >>> blocks["self_attn.in_proj_weight"].block_roles
         ('query', 'query', 'key', 'key', 'value', 'value')
         >>> blocks["self_attn.out_proj.weight"]
-        Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False))
+        Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1,
+        pooled=False))
     """
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     layers = {name: _layer(name, lists) for name in names.values()}
     chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
@@ -113,10 +125,19 @@ def _without_wrappers(name: str) -> str:
     parts = name.split(".")
     if len(parts) > 2 and parts[-2] == "modules_to_save":
         parts = parts[:-2]
-    return next((part for part in reversed(parts) if part not in ("original_module", "base_layer", "_orig_mod")), "")
+    return next(
+        (
+            part
+            for part in reversed(parts)
+            if part not in ("original_module", "base_layer", "_orig_mod")
+        ),
+        "",
+    )
 
 
-def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Blocks]:
+def _match_overrides(
+    overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Blocks]:
     chosen: dict[str, Blocks] = {}
     for pattern, value in overrides.items():
         matched = [name for name in shapes if fnmatchcase(name, pattern)]
@@ -129,7 +150,9 @@ def _match_overrides(overrides: Mapping[str, Blocks | str], shapes: dict[str, tu
             try:
                 blocks.check(shapes[name])
             except ValueError as error:
-                raise ValueError(f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}") from None
+                raise ValueError(
+                    f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}"
+                ) from None
             chosen[name] = blocks
     return chosen
 
@@ -165,9 +188,15 @@ def _embedding_layouts(
         role = "position" if attribute in layouts.POSITION_NAMES else "embedding"
         rows = Linear(module.weight, None, 0)
         found |= layouts.rows_layouts(rows, (role,), per_row)
-    elif parent is not None and "PatchEmbed" in type(parent).__name__ and hasattr(module, "kernel_size"):
+    elif (
+        parent is not None
+        and "PatchEmbed" in type(parent).__name__
+        and hasattr(module, "kernel_size")
+    ):
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            found[parameter] = Layout(("bias",) if parameter_name == "bias" else ("embedding",), None)
+            found[parameter] = Layout(
+                ("bias",) if parameter_name == "bias" else ("embedding",), None
+            )
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if parameter_name in layouts.POSITION_NAMES:
             found[parameter] = Layout(("position",), None)
@@ -182,7 +211,9 @@ def _norm_layouts(module: nn.Module) -> layouts.Layouts:
     return {p: Layout(("norm",), None) for p in module.parameters(recurse=False) if p.ndim == 1}
 
 
-def _unexplained_attention(modules: dict[str, nn.Module], found: layouts.Layouts) -> layouts.Layouts:
+def _unexplained_attention(
+    modules: dict[str, nn.Module], found: layouts.Layouts
+) -> layouts.Layouts:
     """Linear maps held by a module named `…Attention` that no rule explained."""
     unexplained: layouts.Layouts = {}
     for module in modules.values():
@@ -204,17 +235,19 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups that carry the blocks of `model`, for the optimizers of blockopt and of `torch.optim`.
 
-    Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and FSDP2 take it.
+    Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and
+    FSDP2 take it.
 
     Args:
         model: Any module.
         blocks: What `find_blocks(model)` returns, with your own options; found here by default.
-        weight_decay: For tensors of two or more dimensions other than norms and biases, which get 0. None leaves it to the
-            optimizer.
+        weight_decay: For tensors of two or more dimensions other than norms and biases, which get
+            0. None leaves it to the optimizer.
         by: One group a role (a fused matrix is a role of its own), or one a parameter.
 
     Returns:
-        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and `weight_decay` where set.
+        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
+        `weight_decay` where set.
 
     Raises:
         ValueError: If `blocks` does not cover the trainable parameters exactly.
@@ -231,7 +264,10 @@ def param_groups(
     blocks = find_blocks(model) if blocks is None else blocks
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if blocks.keys() != trainable.keys():
-        missing, extra = sorted(trainable.keys() - blocks.keys()), sorted(blocks.keys() - trainable.keys())
+        missing, extra = (
+            sorted(trainable.keys() - blocks.keys()),
+            sorted(blocks.keys() - trainable.keys()),
+        )
         raise ValueError(
             f"Invalid blocks: without {missing[:3]}, and with {extra[:3]} that the model does not train. They must match."
         )

@@ -43,13 +43,15 @@ class BlockGroup(NamedTuple):
         return f"{self.parameter} {self.role} {unit} {self.head}"
 
 
-def block_groups(blocks: Mapping[str, Blocks], by: Level) -> tuple[list[BlockGroup], dict[str, Tensor]]:
+def block_groups(
+    blocks: Mapping[str, Blocks], by: Level
+) -> tuple[list[BlockGroup], dict[str, Tensor]]:
     """The groups of blocks at a level, and for each parameter the number of the group that each of its blocks is in.
 
     Args:
         blocks: What `find_blocks(model)` returns.
-        by: "role", all blocks of a role; "layer", those of a role in layers of one index; "tensor", those of a role in one
-            parameter; "head", each block alone.
+        by: "role", all blocks of a role; "layer", those of a role in layers of one index; "tensor",
+            those of a role in one parameter; "head", each block alone.
 
     Example:
         >>> from blockopt.blocks import Split
@@ -69,9 +71,15 @@ def block_groups(blocks: Mapping[str, Blocks], by: Level) -> tuple[list[BlockGro
                 seen[role] += 1
             numbers[name] = torch.arange(len(found) - entry.num_blocks, len(found))
         else:
-            layer, parameter = {"role": (None, None), "layer": (entry.layer, None), "tensor": (entry.layer, name)}[by]
+            layer, parameter = {
+                "role": (None, None),
+                "layer": (entry.layer, None),
+                "tensor": (entry.layer, name),
+            }[by]
             groups = [BlockGroup(role, layer, parameter) for role in entry.roles]
-            numbers[name] = per_block([found.setdefault(group, len(found)) for group in groups], entry)
+            numbers[name] = per_block(
+                [found.setdefault(group, len(found)) for group in groups], entry
+            )
     return list(found), numbers
 
 

@@ -1,8 +1,9 @@
 """How known modules store query, key, value, output, MLP, norm and embedding parameters.
 
-Modules are recognised by their type and by the attributes they hold together, never by substrings of a parameter's full
-name; sizes are checked against the weights and head counts come from the module or its config. What cannot be read in
-exactly one way becomes an `Ambiguity`, which `find_blocks` turns into an error that names the override to pass.
+Modules are recognised by their type and by the attributes they hold together, never by substrings
+of a parameter's full name; sizes are checked against the weights and head counts come from the
+module or its config. What cannot be read in exactly one way becomes an `Ambiguity`, which
+`find_blocks` turns into an error that names the override to pass.
 """
 
 from __future__ import annotations
@@ -41,19 +42,36 @@ SEPARATE_PROJECTIONS = (
 )
 # Fused projections stored as all queries, then all keys, then all values.
 CONTIGUOUS_PROJECTIONS = ("c_attn", "qkv_proj", "qkv", "Wqkv")
-# Fused projections stored group by group: the query heads that share a key, then that key, then its value.
+# Fused projections stored group by group: the query heads that share a key, then that key, then its
+# value.
 GROUPED_PROJECTIONS = {"query_key_value": ("GPTNeoXAttention", "BloomAttention", "FalconAttention")}
-# Types that store a fused matrix otherwise than its attribute says: head by head, or in an order of their own.
+# Types that store a fused matrix otherwise than its attribute says: head by head, or in an order of
+# their own.
 INTERLEAVED_TYPES = ("MiniMaxLightningAttention",)
 UNKNOWN_ORDER_TYPES = ("CodeGenAttention",)
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj", "o", "out_lin", "to_out", "wo", "Wo")
+OUTPUT_PROJECTIONS = (
+    "o_proj",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "proj",
+    "o",
+    "out_lin",
+    "to_out",
+    "wo",
+    "Wo",
+)
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
 NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
 MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"gate_proj": ("mlp_gate",), "up_proj": ("mlp_in",), "down_proj": ("mlp_out",)},  # Llama, Mistral, Qwen
+    {
+        "gate_proj": ("mlp_gate",),
+        "up_proj": ("mlp_in",),
+        "down_proj": ("mlp_out",),
+    },  # Llama, Mistral, Qwen
     {"gate_up_proj": ("mlp_gate", "mlp_in"), "down_proj": ("mlp_out",)},  # Phi-3
     {"wi_0": ("mlp_gate",), "wi_1": ("mlp_in",), "wo": ("mlp_out",)},  # T5 v1.1
     {"w1": ("mlp_gate",), "w3": ("mlp_in",), "w2": ("mlp_out",)},  # Llama reference code
@@ -63,7 +81,10 @@ MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fc1": ("mlp_in",), "fc2": ("mlp_out",)},  # OPT, ViT, timm
     {"fc_in": ("mlp_in",), "fc_out": ("mlp_out",)},  # GPT-J
     {"lin1": ("mlp_in",), "lin2": ("mlp_out",)},  # DistilBERT
-    {"linear1": ("mlp_in",), "linear2": ("mlp_out",)},  # nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    {
+        "linear1": ("mlp_in",),
+        "linear2": ("mlp_out",),
+    },  # nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
     {"dense_h_to_4h": ("mlp_in",), "dense_4h_to_h": ("mlp_out",)},  # GPT-NeoX, Bloom, Falcon
     {"intermediate.dense": ("mlp_in",), "output.dense": ("mlp_out",)},  # BERT
     {"intermediate_dense": ("mlp_in",), "output_dense": ("mlp_out",)},  # HuBERT, wav2vec2
@@ -73,14 +94,35 @@ MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 
 # Mixtures of experts store all experts in one tensor, (experts, out, in): one block an expert.
-EXPERT_PROJECTIONS = {"gate_up_proj": "mlp_in", "up_proj": "mlp_in", "gate_proj": "mlp_gate", "down_proj": "mlp_out"}
+EXPERT_PROJECTIONS = {
+    "gate_up_proj": "mlp_in",
+    "up_proj": "mlp_in",
+    "gate_proj": "mlp_gate",
+    "down_proj": "mlp_out",
+}
 
 POSITION_NAMES = {
-    *("wpe", "position_embeddings", "position_embedding", "positional_embedding", "embed_positions"),
+    *(
+        "wpe",
+        "position_embeddings",
+        "position_embedding",
+        "positional_embedding",
+        "embed_positions",
+    ),
     *("pos_embed", "pos_embedding", "pos_emb", "relative_attention_bias"),
 }
 TOKEN_NAMES = {"cls_token", "class_token", "mask_token", "reg_token", "dist_token"}
-HEAD_NAMES = {"lm_head", "head", "head_dist", "classifier", "score", "embed_out", "qa_outputs", "decoder", "unembed"}
+HEAD_NAMES = {
+    "lm_head",
+    "head",
+    "head_dist",
+    "classifier",
+    "score",
+    "embed_out",
+    "qa_outputs",
+    "decoder",
+    "unembed",
+}
 
 
 class Linear(NamedTuple):
@@ -156,7 +198,9 @@ def attention_layouts(module: nn.Module, parent: nn.Module | None, per_head: boo
     if per_head:
         return layouts
     return {
-        p: a._replace(split=merge_heads(a.split)) if isinstance(a, Layout) and a.split is not None else a
+        p: a._replace(split=merge_heads(a.split))
+        if isinstance(a, Layout) and a.split is not None
+        else a
         for p, a in layouts.items()
     }
 
@@ -176,21 +220,29 @@ def _attention_layouts(module: nn.Module, parent: nn.Module | None) -> Layouts:
         fused = find_linear(module, name)
         if fused:
             known_types = GROUPED_PROJECTIONS.get(name)
-            query = find_linear(module, "q_attn")  # GPT-2's cross-attention: c_attn holds key and value only
+            query = find_linear(
+                module, "q_attn"
+            )  # GPT-2's cross-attention: c_attn holds key and value only
             if query and output:
                 return _cross_attention_layouts(module, query, fused, output)
             unknown = known_types is not None and not is_named(module, *known_types)
             if unknown or is_named(module, *UNKNOWN_ORDER_TYPES):
                 num_heads = read_int(module, NUM_HEADS)
-                return _unknown_order(module, fused) | (_output_layouts(output, num_heads) if num_heads else {})
-            return _fused_layouts(module, fused, output, grouped=known_types is not None or _is_interleaved(module))
+                return _unknown_order(module, fused) | (
+                    _output_layouts(output, num_heads) if num_heads else {}
+                )
+            return _fused_layouts(
+                module, fused, output, grouped=known_types is not None or _is_interleaved(module)
+            )
     return {}
 
 
 def _is_interleaved(module: nn.Module) -> bool:
     """Whether a module with a fused attribute that is usually contiguous stores it head by head."""
     by_option = getattr(module, "head_first", None) is True  # timm's MaxViT
-    by_option |= is_named(module, "GPTBigCodeAttention") and getattr(module, "multi_query", None) is False
+    by_option |= (
+        is_named(module, "GPTBigCodeAttention") and getattr(module, "multi_query", None) is False
+    )
     return by_option or is_named(module, *INTERLEAVED_TYPES)
 
 
@@ -207,13 +259,19 @@ def _output_layouts(output: Linear | None, num_heads: int) -> Layouts:
     if output.in_size % num_heads:
         reason = f"its {output.in_size} inputs cannot be cut into {num_heads} heads"
         return _ambiguous(output, ("output",), reason, dim=1 - output.out_dim)
-    layouts: Layouts = {output.weight: Layout(("output",), Split(1 - output.out_dim, (output.in_size,), (num_heads,)))}
+    layouts: Layouts = {
+        output.weight: Layout(
+            ("output",), Split(1 - output.out_dim, (output.in_size,), (num_heads,))
+        )
+    }
     if output.bias is not None:  # added after the heads are summed: it belongs to none of them
         layouts[output.bias] = Layout(("bias",), None)
     return layouts
 
 
-def _ambiguous(linear: Linear, roles: tuple[str, ...], reason: str, dim: int | None = None) -> Layouts:
+def _ambiguous(
+    linear: Linear, roles: tuple[str, ...], reason: str, dim: int | None = None
+) -> Layouts:
     dim = linear.out_dim if dim is None else dim
     sizes = "(...)" if len(roles) > 1 else f"({linear.weight.shape[dim]},)"
     suggestion = f"Blocks(roles={roles}, split=Split(dim={dim}, sizes={sizes}, parts=(...)))"
@@ -225,11 +283,17 @@ def _unknown_order(module: nn.Module, fused: Linear) -> Layouts:
     return _ambiguous(fused, ("query", "key", "value"), reason)
 
 
-def _separate_layouts(module: nn.Module, query: Linear, key: Linear, value: Linear, output: Linear | None) -> Layouts:
+def _separate_layouts(
+    module: nn.Module, query: Linear, key: Linear, value: Linear, output: Linear | None
+) -> Layouts:
     num_heads, head_dim = read_int(module, NUM_HEADS), read_int(module, HEAD_DIM)
     if num_heads is None and head_dim is None:
         reason = f"{type(module).__name__} does not say how many heads it has"
-        return _ambiguous(query, ("query",), reason) | _ambiguous(key, ("key",), reason) | _ambiguous(value, ("value",), reason)
+        return (
+            _ambiguous(query, ("query",), reason)
+            | _ambiguous(key, ("key",), reason)
+            | _ambiguous(value, ("value",), reason)
+        )
     num_heads = num_heads or query.out_size // head_dim  # type: ignore[operator]
     head_dim = head_dim or query.out_size // num_heads
     if num_heads * head_dim != query.out_size:
@@ -240,29 +304,49 @@ def _separate_layouts(module: nn.Module, query: Linear, key: Linear, value: Line
         return _ambiguous(key, ("key",), reason) | _ambiguous(value, ("value",), reason)
     num_key_value_heads = key.out_size // head_dim
     layouts = _output_layouts(output, num_heads)
-    heads = {"query": (query, num_heads), "key": (key, num_key_value_heads), "value": (value, num_key_value_heads)}
+    heads = {
+        "query": (query, num_heads),
+        "key": (key, num_key_value_heads),
+        "value": (value, num_key_value_heads),
+    }
     for role, (linear, count) in heads.items():
-        layouts |= _weight_and_bias(linear, (role,), Split(linear.out_dim, (linear.out_size,), (count,)))
+        layouts |= _weight_and_bias(
+            linear, (role,), Split(linear.out_dim, (linear.out_size,), (count,))
+        )
     return layouts
 
 
-def _cross_attention_layouts(module: nn.Module, query: Linear, fused: Linear, output: Linear) -> Layouts:
+def _cross_attention_layouts(
+    module: nn.Module, query: Linear, fused: Linear, output: Linear
+) -> Layouts:
     num_heads = read_int(module, NUM_HEADS)
     if num_heads is None or query.out_size % num_heads or fused.out_size != 2 * query.out_size:
-        return _ambiguous(fused, ("key", "value"), f"{type(module).__name__} does not say how its heads are stored")
+        return _ambiguous(
+            fused,
+            ("key", "value"),
+            f"{type(module).__name__} does not say how its heads are stored",
+        )
     return (
         _output_layouts(output, num_heads)
         | _weight_and_bias(query, ("query",), Split(query.out_dim, (query.out_size,), (num_heads,)))
-        | _weight_and_bias(fused, ("key", "value"), Split(fused.out_dim, (query.out_size,) * 2, (num_heads,) * 2))
+        | _weight_and_bias(
+            fused, ("key", "value"), Split(fused.out_dim, (query.out_size,) * 2, (num_heads,) * 2)
+        )
     )
 
 
-def _fused_layouts(module: nn.Module, fused: Linear, output: Linear | None, grouped: bool) -> Layouts:
+def _fused_layouts(
+    module: nn.Module, fused: Linear, output: Linear | None, grouped: bool
+) -> Layouts:
     roles = ("query", "key", "value")
     num_heads, head_dim = read_int(module, NUM_HEADS), read_int(module, HEAD_DIM)
     if num_heads is None:
-        return _ambiguous(fused, roles, f"{type(module).__name__} does not say how many heads it has")
-    query_size = output.in_size if output else num_heads * head_dim if head_dim else fused.out_size // 3
+        return _ambiguous(
+            fused, roles, f"{type(module).__name__} does not say how many heads it has"
+        )
+    query_size = (
+        output.in_size if output else num_heads * head_dim if head_dim else fused.out_size // 3
+    )
     head_dim = head_dim or query_size // num_heads
     num_key_value_heads, rest = divmod(fused.out_size - query_size, 2 * head_dim)
     declared = read_int(module, NUM_KEY_VALUE_HEADS) or num_key_value_heads
@@ -336,7 +420,9 @@ def mlp_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
                 layouts |= rows_layouts(linear, roles, per_row)
         return layouts
     return {
-        parameter: Layout((EXPERT_PROJECTIONS[name],), Split(0, (parameter.shape[0],), (parameter.shape[0],)))
+        parameter: Layout(
+            (EXPERT_PROJECTIONS[name],), Split(0, (parameter.shape[0],), (parameter.shape[0],))
+        )
         for name, parameter in module.named_parameters(recurse=False)
         if name in EXPERT_PROJECTIONS and parameter.ndim == 3
     }

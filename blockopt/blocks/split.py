@@ -1,7 +1,8 @@
 """How one parameter is cut into blocks, and the two maps between a parameter and its blocks.
 
-`block_sum` goes from a parameter to one number a block, `expand` goes back. Both work on whole tensors and never slice a
-parameter block by block, so they are the same few vectorised operations for 3 blocks or 50 257.
+`block_sum` goes from a parameter to one number a block, `expand` goes back. Both work on whole
+tensors and never slice a parameter block by block, so they are the same few vectorised operations
+for 3 blocks or 50 257.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 class Split(NamedTuple):
     """A parameter's dimension `dim`, cut into sections, each cut into equal blocks.
 
-    The sections of lengths `sizes` follow one another along `dim`; section `s` holds `parts[s]` equal blocks. `repeat` says
-    how often that pattern recurs along `dim` (heads stored interleaved). With `pooled`, the repeats belong to the same
-    blocks, otherwise every repeat brings blocks of its own. Blocks are numbered in storage order.
+    The sections of lengths `sizes` follow one another along `dim`; section `s` holds `parts[s]`
+    equal blocks. `repeat` says how often that pattern recurs along `dim` (heads stored
+    interleaved). With `pooled`, the repeats belong to the same blocks, otherwise every repeat
+    brings blocks of its own. Blocks are numbered in storage order.
 
     Attributes:
         dim: The dimension that is cut.
@@ -27,8 +29,8 @@ class Split(NamedTuple):
         pooled: Whether the repeats share blocks.
 
     Example:
-        Query, key and value of 12 heads, fused in GPT-2's `c_attn` (a `Conv1D`, stored input first), and the same for
-        GPT-NeoX, which interleaves them head by head:
+        Query, key and value of 12 heads, fused in GPT-2's `c_attn` (a `Conv1D`, stored input
+        first), and the same for GPT-NeoX, which interleaves them head by head:
 
         >>> Split(dim=1, sizes=(768, 768, 768), parts=(12, 12, 12)).num_blocks
         36
@@ -60,11 +62,17 @@ class Split(NamedTuple):
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless this split fits a parameter of `shape`."""
         if not 0 <= self.dim < len(shape):
-            raise ValueError(f"Invalid dim={self.dim} for a parameter of shape {tuple(shape)}. Must be in 0..{len(shape) - 1}.")
+            raise ValueError(
+                f"Invalid dim={self.dim} for a parameter of shape {tuple(shape)}. Must be in 0..{len(shape) - 1}."
+            )
         if len(self.sizes) != len(self.parts) or not self.sizes:
-            raise ValueError(f"Invalid sizes={self.sizes}, parts={self.parts}. Must be of one length, at least 1.")
+            raise ValueError(
+                f"Invalid sizes={self.sizes}, parts={self.parts}. Must be of one length, at least 1."
+            )
         if self.repeat < 1 or any(p < 1 or s < 1 or s % p for s, p in zip(self.sizes, self.parts)):
-            raise ValueError(f"Invalid {self}. Every size must be a positive multiple of its parts, and repeat at least 1.")
+            raise ValueError(
+                f"Invalid {self}. Every size must be a positive multiple of its parts, and repeat at least 1."
+            )
         if self.length != shape[self.dim]:
             raise ValueError(
                 f"Invalid {self}: its sections cover {self.length} of the {shape[self.dim]} entries in dimension "
@@ -105,7 +113,9 @@ def block_sum_along(row: Tensor, split: Split) -> Tensor:
     if split.is_even and not split.pooled:
         return row.view(split.num_blocks, -1).sum(dim=1)
     sections = row.view(split.repeat, -1).split(split.sizes, dim=1)
-    sums = [s.reshape(split.repeat, parts, -1).sum(dim=2) for s, parts in zip(sections, split.parts)]
+    sums = [
+        s.reshape(split.repeat, parts, -1).sum(dim=2) for s, parts in zip(sections, split.parts)
+    ]
     total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
     return total.sum(dim=0) if split.pooled else total.reshape(-1)
 

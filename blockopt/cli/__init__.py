@@ -17,6 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="blockopt", description="Hessian blocks of transformers.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (command, about) in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=about, description=f"{about.capitalize()}."))
+        command.add_arguments(
+            commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
+        )
     options = parser.parse_args(arguments)
     return COMMANDS[options.command][0].run(options)

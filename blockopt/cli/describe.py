@@ -13,8 +13,12 @@ from blockopt.blocks import ROW_ROLES, describe, find_blocks
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("model", help="a transformers model type (gpt2), a config.json or its folder, or a hub name")
-    parser.add_argument("--by-layer", action="store_true", help="one line for each role of each layer")
+    parser.add_argument(
+        "model", help="a transformers model type (gpt2), a config.json or its folder, or a hub name"
+    )
+    parser.add_argument(
+        "--by-layer", action="store_true", help="one line for each role of each layer"
+    )
     parser.add_argument("--no-per-head", action="store_true", help="do not cut attention by head")
     parser.add_argument(
         "--per-row",
@@ -42,8 +46,8 @@ def build_from_config(source: str) -> nn.Module:
     """The model of a transformers config, without weights: on the `meta` device, nothing of the model is downloaded.
 
     Args:
-        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, a folder that holds one, or the
-            name of a model on the hub, whose config alone is fetched.
+        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, a folder
+            that holds one, or the name of a model on the hub, whose config alone is fetched.
 
     Raises:
         SystemExit: If transformers is not installed or the config cannot be had.
@@ -73,7 +77,9 @@ def build_from_config(source: str) -> nn.Module:
     )
     auto_class = next((c for c in auto_classes if type(config) in c._model_mapping), None)
     if auto_class is None:
-        raise SystemExit(f"transformers {transformers.__version__} has no model for the {type(config).__name__} of {source!r}.")
+        raise SystemExit(
+            f"transformers {transformers.__version__} has no model for the {type(config).__name__} of {source!r}."
+        )
     with torch.device("meta"):
         model: nn.Module = auto_class.from_config(config)
     return model

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SMALL = 10**7  # parameters up to which float64 is the default
 
@@ -34,12 +41,14 @@ class Corpus(NamedTuple):
     tokens: str
 
 
-def load_model(source: str, overrides: Mapping[str, Any], *, random: bool = False, seed: int = 0) -> LocalModel:
+def load_model(
+    source: str, overrides: Mapping[str, Any], *, random: bool = False, seed: int = 0
+) -> LocalModel:
     """The causal language model of a config, with random weights, or of a checkpoint.
 
     Args:
-        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, or a folder that holds one. If the
-            folder holds weights too, they are loaded.
+        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, or a
+            folder that holds one. If the folder holds weights too, they are loaded.
         overrides: Entries of the config to replace; only with random weights.
         random: Random weights although there are others.
         seed: Of the random weights.
@@ -51,7 +60,9 @@ def load_model(source: str, overrides: Mapping[str, Any], *, random: bool = Fals
     try:
         import transformers
     except ImportError:
-        raise ImportError("The command hessian needs transformers: pip install 'blockopt[hf]'.") from None
+        raise ImportError(
+            "The command hessian needs transformers: pip install 'blockopt[hf]'."
+        ) from None
     path = Path(source)
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     entries = _config_entries(source, transformers)
@@ -65,7 +76,9 @@ def load_model(source: str, overrides: Mapping[str, Any], *, random: bool = Fals
     config = _config(kind, {**entries, **overrides}, overrides, transformers)
     _check_causal(config, transformers)
     if trained:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True, output_loading_info=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            source, local_files_only=True, output_loading_info=True
+        )
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"The checkpoint {source} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}. Must hold all of "
@@ -83,7 +96,10 @@ def _config_entries(source: str, transformers: Any) -> dict[str, Any]:
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        if source in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES and not path.exists():
+        if (
+            source in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+            and not path.exists()
+        ):
             return {"model_type": source}
         raise ValueError(
             f"No model at {source!r}. Must be a model type of transformers {transformers.__version__} (gpt2, llama, qwen3, …), "
@@ -98,7 +114,9 @@ def _config_entries(source: str, transformers: Any) -> dict[str, Any]:
     return entries
 
 
-def _config(kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], transformers: Any) -> Any:
+def _config(
+    kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], transformers: Any
+) -> Any:
     """Made anew from its entries, so that what depends on others, such as the size of a head, follows them."""
     try:
         known = transformers.AutoConfig.for_model(kind)
@@ -111,7 +129,9 @@ def _config(kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], tr
         if not hasattr(known, key):
             near = difflib.get_close_matches(key, known.to_dict())
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"Invalid --set {key}. Must be an entry of the config of {kind}.{hint}")
+            raise ValueError(
+                f"Invalid --set {key}. Must be an entry of the config of {kind}.{hint}"
+            )
     entries = {key: value for key, value in entries.items() if key not in ("dtype", "torch_dtype")}
     size = entries.get("vocab_size", getattr(known, "vocab_size", None))
     for key in SPECIAL_TOKENS:  # those of the full vocabulary have no place in a smaller one
@@ -121,12 +141,16 @@ def _config(kind: str, entries: dict[str, Any], overrides: Mapping[str, Any], tr
     try:
         return transformers.AutoConfig.for_model(kind, **entries)
     except Exception as error:  # of many kinds, from its own checks or from dividing by a size of 0
-        raise ValueError(f"transformers refuses this config of {kind}: {str(error).splitlines()[0][:300]}") from None
+        raise ValueError(
+            f"transformers refuses this config of {kind}: {str(error).splitlines()[0][:300]}"
+        ) from None
 
 
 def _check_causal(config: Any, transformers: Any) -> None:
     kind = type(config)
-    masked = kind in transformers.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+    masked = kind in transformers.AutoModelForMaskedLM._model_mapping and not getattr(
+        config, "is_decoder", False
+    )
     causal = kind in transformers.AutoModelForCausalLM._model_mapping
     if masked or not causal or getattr(config, "is_encoder_decoder", False):
         what = "a masked language model" if masked else "no causal language model"
@@ -136,7 +160,9 @@ def _check_causal(config: Any, transformers: Any) -> None:
         )
 
 
-def load_text(file: str, model: nn.Module, folder: Path | None, *, sequences: int, length: int) -> Corpus:
+def load_text(
+    file: str, model: nn.Module, folder: Path | None, *, sequences: int, length: int
+) -> Corpus:
     """Sequences of tokens, spread evenly over a text file without overlap.
 
     Args:
@@ -147,13 +173,16 @@ def load_text(file: str, model: nn.Module, folder: Path | None, *, sequences: in
         length: Tokens of each.
 
     Raises:
-        ValueError: If the text is missing or too short, the sequences too long, or the tokenizer is not that of the model.
+        ValueError: If the text is missing or too short, the sequences too long, or the tokenizer is
+            not that of the model.
     """
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"No text file at {file!r}.")
     if length < 2 or sequences < 1:
-        raise ValueError(f"Invalid --length {length} or --sequences {sequences}. Must be at least 2 tokens, and 1 sequence.")
+        raise ValueError(
+            f"Invalid --length {length} or --sequences {sequences}. Must be at least 2 tokens, and 1 sequence."
+        )
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ValueError(f"Invalid --length {length}. The model has {longest:,} positions.")
@@ -161,7 +190,9 @@ def load_text(file: str, model: nn.Module, folder: Path | None, *, sequences: in
     if folder is not None and any((folder / name).exists() for name in TOKENIZERS):
         tokens, what = _tokenized(path, folder), f"tokenizer of {folder}"
         if len(tokens) and int(tokens.max()) >= size:
-            raise ValueError(f"The tokenizer of {folder} gives token {int(tokens.max())}, and the model has {size:,} of them.")
+            raise ValueError(
+                f"The tokenizer of {folder} gives token {int(tokens.max())}, and the model has {size:,} of them."
+            )
     else:
         tokens = torch.tensor(list(path.read_bytes()), dtype=torch.long)
         what = "bytes, for want of a tokenizer"
@@ -173,7 +204,9 @@ def load_text(file: str, model: nn.Module, folder: Path | None, *, sequences: in
             f"{file} has {len(tokens):,} tokens, and --sequences {sequences} of --length {length} need {sequences * length:,}. "
             f"Must be a longer text, or fewer: {len(tokens) // length} of this length fit."
         )
-    starts = [number * (len(tokens) - length) // max(1, sequences - 1) for number in range(sequences)]
+    starts = [
+        number * (len(tokens) - length) // max(1, sequences - 1) for number in range(sequences)
+    ]
     return Corpus(torch.stack([tokens[start : start + length] for start in starts]), what)
 
 
@@ -183,15 +216,22 @@ def _tokenized(path: Path, folder: Path) -> Tensor:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"The tokenizer of {folder} cannot be read: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"The tokenizer of {folder} cannot be read: {str(error).splitlines()[0]}"
+        ) from None
     text = path.read_text(encoding="utf-8", errors="replace")
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    return torch.tensor(
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64
+    )
 
 
-def next_token_losses(model: nn.Module, ids: Tensor, batch: int) -> list[Callable[[], tuple[Tensor, int]]]:
+def next_token_losses(
+    model: nn.Module, ids: Tensor, batch: int
+) -> list[Callable[[], tuple[Tensor, int]]]:
     """One closure a batch: the mean cross-entropy of the next token, and the number of predictions.
 
-    What `model(input_ids=ids, labels=ids).loss` is, but in the dtype of the model: transformers rounds the logits to float32.
+    What `model(input_ids=ids, labels=ids).loss` is, but in the dtype of the model: transformers
+    rounds the logits to float32.
     """
 
     def loss(part: Tensor) -> tuple[Tensor, int]:

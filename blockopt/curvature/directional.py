@@ -22,7 +22,8 @@ def directional(
 ) -> Curvature:
     """Curvature of each block along the update, `(H u)_b · u_b / (u_b · u_b)`; it may be negative.
 
-    It includes what the other blocks' updates do to the block. See `along_update` for the arguments and for the parts of it.
+    It includes what the other blocks' updates do to the block. See `along_update` for the arguments
+    and for the parts of it.
 
     Example:
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
@@ -31,4 +32,7 @@ def directional(
         {'weight': tensor([18.])}
     """
     along = along_update(model, losses, update, blocks=blocks, method=method)
-    return {name: row / along.square[name].clamp(min=torch.finfo(row.dtype).tiny) for name, row in along.row_sum.items()}
+    return {
+        name: row / along.square[name].clamp(min=torch.finfo(row.dtype).tiny)
+        for name, row in along.row_sum.items()
+    }

@@ -16,18 +16,21 @@ from blockopt.measure.closures import Curvature, block_dots, checked_blocks, tra
 def gradient(model: nn.Module, *, blocks: Mapping[str, Blocks] | None = None) -> Curvature:
     """Mean squared gradient of each block, from the gradients that the model holds.
 
-    Near a minimum of a log-likelihood the mean outer product of per-example gradients is the Fisher matrix, and so the
-    Hessian; the square of a batch's gradient is its diagonal, over the batch size, plus the squared mean gradient. It orders
-    blocks well where noise dominates the gradient, and is what Adam-mini and arXiv 2502.19002 take for sharpness.
+    Near a minimum of a log-likelihood the mean outer product of per-example gradients is the Fisher
+    matrix, and so the Hessian; the square of a batch's gradient is its diagonal, over the batch
+    size, plus the squared mean gradient. It orders blocks well where noise dominates the gradient,
+    and is what Adam-mini and arXiv 2502.19002 take for sharpness.
 
-    Works with any attention, FSDP2, DDP, compiled models and gradient scaling (all values are off by one constant then).
+    Works with any attention, FSDP2, DDP, compiled models and gradient scaling (all values are off
+    by one constant then).
 
     Args:
         model: After `backward()`, before `zero_grad()`.
         blocks: What `find_blocks(model)` returns; found here by default.
 
     Returns:
-        `{parameter name: mean of the squared gradient over each block}`; zero for a parameter without a gradient.
+        `{parameter name: mean of the squared gradient over each block}`; zero for a parameter
+        without a gradient.
 
     Raises:
         ValueError: If no parameter has a gradient.

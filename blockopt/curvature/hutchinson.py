@@ -23,7 +23,8 @@ from blockopt.measure.closures import (
     trainable,
 )
 
-# A probe is at most this many times larger, but for rounding, than one scaled by the root mean square of the whole gradient.
+# A probe is at most this many times larger, but for rounding, than one scaled by the root mean
+# square of the whole gradient.
 LARGEST_RATIO = 1e3
 
 
@@ -37,17 +38,20 @@ def hutchinson(
 ) -> Curvature:
     """Mean curvature of each block of the Hessian, `tr(H_bb) / dim_b`, without bias; it may be negative.
 
-    For a probe `z` of independent random signs, `z_b · (H z)_b` has mean `tr(H_bb)`, but all other blocks add noise to it, and
-    blocks differ by orders of magnitude: the embedding would drown the queries. So the signs of each role in a parameter are
-    multiplied by one over its root mean square gradient, and the result is divided by the square of that. The mean stays what
-    it is, and flat blocks such as queries and keys get several times less noise, at the cost of a little more in sharp ones.
+    For a probe `z` of independent random signs, `z_b · (H z)_b` has mean `tr(H_bb)`, but all other
+    blocks add noise to it, and blocks differ by orders of magnitude: the embedding would drown the
+    queries. So the signs of each role in a parameter are multiplied by one over its root mean
+    square gradient, and the result is divided by the square of that. The mean stays what it is, and
+    flat blocks such as queries and keys get several times less noise, at the cost of a little more
+    in sharp ones.
 
-    Attention runs on the math kernel, the only one with second derivatives, and compiled models run eagerly.
+    Attention runs on the math kernel, the only one with second derivatives, and compiled models run
+    eagerly.
 
     Args:
         model: Any module with whole parameters (not FSDP2).
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them; they are
-            averaged by tokens. Any loss function.
+        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
+            or several of them; they are averaged by tokens. Any loss function.
         blocks: What `find_blocks(model)` returns; found here by default.
         num_probes: Hessian-vector products a batch.
         generator: Draws the signs; by default one with seed 0.
@@ -71,12 +75,22 @@ def hutchinson(
 
     def traces_of(evaluation: Evaluation, blocks: Mapping[str, Blocks]) -> Curvature:
         with eager_math():
-            gradients = torch.autograd.grad(evaluation(), tensors, create_graph=True, materialize_grads=True)
-        factors = probe_factors({name: g.detach() for name, g in zip(parameters, gradients)}, blocks)
+            gradients = torch.autograd.grad(
+                evaluation(), tensors, create_graph=True, materialize_grads=True
+            )
+        factors = probe_factors(
+            {name: g.detach() for name, g in zip(parameters, gradients)}, blocks
+        )
         connected = [(g, name) for g, name in zip(gradients, parameters) if g.requires_grad]
-        traces = {name: torch.zeros(blocks[name].num_blocks, device=p.device) for name, p in parameters.items()}
+        traces = {
+            name: torch.zeros(blocks[name].num_blocks, device=p.device)
+            for name, p in parameters.items()
+        }
         for probe in range(num_probes):
-            probes = {name: _probe(p, blocks[name], factors[name], generator) for name, p in parameters.items()}
+            probes = {
+                name: _probe(p, blocks[name], factors[name], generator)
+                for name, p in parameters.items()
+            }
             with eager_math():
                 products = torch.autograd.grad(
                     [g for g, _ in connected],
@@ -96,9 +110,10 @@ def hutchinson(
 def probe_factors(gradients: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:
     """What the signs of each block are multiplied by: one over the root mean square gradient of its role in its parameter.
 
-    In units of that of the whole gradient, within bounds. Blocks share it because single ones may have next to no gradient,
-    such as the row of a token that does not occur: moved the farther for it, they would drown the others in noise. Rounded to
-    powers of two, which every dtype holds exactly: what the signs are multiplied by is what is divided out.
+    In units of that of the whole gradient, within bounds. Blocks share it because single ones may
+    have next to no gradient, such as the row of a token that does not occur: moved the farther for
+    it, they would drown the others in noise. Rounded to powers of two, which every dtype holds
+    exactly: what the signs are multiplied by is what is divided out.
     """
     labels, groups = block_groups(blocks, "tensor")
     squares, sizes = torch.zeros(2, len(labels), dtype=torch.float64)
@@ -112,7 +127,11 @@ def probe_factors(gradients: Mapping[str, Tensor], blocks: Mapping[str, Blocks])
     return {name: factors[groups[name]].to(g.device) for name, g in gradients.items()}
 
 
-def _probe(parameter: Tensor, blocks: Blocks, factors: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.int8, device=generator.device)
+def _probe(
+    parameter: Tensor, blocks: Blocks, factors: Tensor, generator: torch.Generator
+) -> Tensor:
+    signs = torch.randint(
+        0, 2, parameter.shape, generator=generator, dtype=torch.int8, device=generator.device
+    )
     signs = signs.to(device=parameter.device, dtype=parameter.dtype).mul_(2).sub_(1)
     return signs.mul_(expand(factors.to(parameter.dtype), blocks.split, parameter.ndim))

@@ -1,8 +1,9 @@
 """The papers' scaling law: block curvature from weight norms and powers of the input's size, without any data.
 
-Softmax attention makes the curvature of queries and keys grow as the sixth power of its input X and with the squares of the
-other weights, that of values only as X² (Ormaniec, Dangel and Singh, ICLR 2025; bounds for the MLP in Petrov et al., arXiv
-2510.16927). The law is one of magnitudes: it knows neither the data nor the attention pattern.
+Softmax attention makes the curvature of queries and keys grow as the sixth power of its input X and
+with the squares of the other weights, that of values only as X² (Ormaniec, Dangel and Singh, ICLR
+2025; bounds for the MLP in Petrov et al., arXiv 2510.16927). The law is one of magnitudes: it knows
+neither the data nor the attention pattern.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from blockopt.blocks import Blocks, layouts
 from blockopt.blocks.split import block_numel
 from blockopt.measure.closures import Curvature, block_dots, checked_blocks, trainable
 
-# Powers of the input's root mean square, as the papers give them for attention and MLP without norms inside.
-EXPONENTS = {"query": 6.0, "key": 6.0, "value": 2.0, "output": 2.0, "mlp_in": 2.0, "mlp_gate": 2.0, "mlp_out": 2.0}
+# Powers of the input's root mean square, as the papers give them for attention and MLP without
+# norms inside.
+EXPONENTS = {
+    "query": 6.0,
+    "key": 6.0,
+    "value": 2.0,
+    "output": 2.0,
+    "mlp_in": 2.0,
+    "mlp_gate": 2.0,
+    "mlp_out": 2.0,
+}
 
 
 class _Part(NamedTuple):
@@ -28,7 +38,8 @@ class _Part(NamedTuple):
     Attributes:
         name: Of the parameter.
         mask: Which of its blocks.
-        gains: The squared norm of each block over the width of its head, or of all of them over the hidden units.
+        gains: The squared norm of each block over the width of its head, or of all of them over the
+            hidden units.
         width: Of all heads, or the number of hidden units.
     """
 
@@ -48,27 +59,32 @@ def power_law(
 ) -> Curvature:
     """Mean curvature of each block, up to one constant, by the scaling law.
 
-    With s the root mean square of a layer's input, and the gain `w = |W|² / d` of the weights of a head of width d,
+    With s the root mean square of a layer's input, and the gain `w = |W|² / d` of the weights of a
+    head of width d,
 
         query: s⁶ w_K w_V w_O      key: s⁶ w_Q w_V w_O      value: s² w_O      output: s² w_V
 
-    and with d the number of hidden units, `mlp_in: s² w_out`, `mlp_out: s² w_in`, where a gate is one more factor `s² w`. The
-    papers' W_V is the product of value and output, whose squared norm is `|W_V|² |W_O|² / d` for weights in general position.
-    Grouped queries share the gains of their key and value, and these get the sum over the queries. Blocks of other roles, for
-    which the papers give no law, get the geometric mean of all others, weighted by entries: their multiplier comes out near 1.
+    and with d the number of hidden units, `mlp_in: s² w_out`, `mlp_out: s² w_in`, where a gate is
+    one more factor `s² w`. The papers' W_V is the product of value and output, whose squared norm
+    is `|W_V|² |W_O|² / d` for weights in general position. Grouped queries share the gains of their
+    key and value, and these get the sum over the queries. Blocks of other roles, for which the
+    papers give no law, get the geometric mean of all others, weighted by entries: their multiplier
+    comes out near 1.
 
     Args:
         model: A transformer.
         blocks: What `find_blocks(model)` returns; found here by default.
-        input_scale: s for all layers. By default that which the layer's norms give, the root mean square of their weights,
-            or that of the embedding for a layer without norms.
-        exponents: Powers of s to use in place of `EXPONENTS`, by role, such as those measured for a model with pre-norm.
+        input_scale: s for all layers. By default that which the layer's norms give, the root mean
+            square of their weights, or that of the embedding for a layer without norms.
+        exponents: Powers of s to use in place of `EXPONENTS`, by role, such as those measured for a
+            model with pre-norm.
 
     Returns:
         `{parameter name: relative curvature of each block}`.
 
     Raises:
-        ValueError: If the model has neither attention nor MLP, or an exponent is for a role without a law.
+        ValueError: If the model has neither attention nor MLP, or an exponent is for a role without
+            a law.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -83,11 +99,16 @@ def power_law(
     powers = {**EXPONENTS, **(exponents or {})}
     blocks = checked_blocks(model, blocks)
     parameters = trainable(model)
-    curvature: Curvature = {name: torch.full((b.num_blocks,), math.nan, dtype=torch.float64) for name, b in blocks.items()}
+    curvature: Curvature = {
+        name: torch.full((b.num_blocks,), math.nan, dtype=torch.float64)
+        for name, b in blocks.items()
+    }
     for layer in _sublayers(model, parameters, blocks):
         first = next(iter(layer.values())).name
         s = _input_scale(first, parameters, blocks) if input_scale is None else input_scale
-        for role, gain in (_attention_gains(layer) if "query" in layer else _mlp_gains(layer, s)).items():
+        for role, gain in (
+            _attention_gains(layer) if "query" in layer else _mlp_gains(layer, s)
+        ).items():
             curvature[layer[role].name][layer[role].mask] = s ** powers[role] * gain
     return _fill_rest(curvature, parameters, blocks)
 
@@ -95,9 +116,15 @@ def power_law(
 Layer = dict[str, _Part]
 
 
-def _sublayers(model: nn.Module, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> list[Layer]:
+def _sublayers(
+    model: nn.Module, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
+) -> list[Layer]:
     """The weights that belong together: for each query or MLP input, what the smallest module around it alone holds."""
-    roles = {name: set(b.roles) & EXPONENTS.keys() for name, b in blocks.items() if parameters[name].ndim > 1}
+    roles = {
+        name: set(b.roles) & EXPONENTS.keys()
+        for name, b in blocks.items()
+        if parameters[name].ndim > 1
+    }
     layers = []
     for start, partner in (("query", {"key", "value", "output"}), ("mlp_in", {"mlp_out"})):
         for name in (n for n, found in roles.items() if start in found):
@@ -126,7 +153,9 @@ def _part(model: nn.Module, name: str, role: str, parameter: Tensor, blocks: Blo
     squares = block_dots(parameter, parameter, blocks).double().cpu()[mask]
     shape, split = tuple(parameter.shape), blocks.split
     sizes = block_numel(shape, split)[mask].double()
-    if role.startswith("mlp"):  # all rows alike: the sum over hidden units, of which there are more than inputs
+    if role.startswith(
+        "mlp"
+    ):  # all rows alike: the sum over hidden units, of which there are more than inputs
         width = float(sizes.sum()) / min(shape[-2:])
         return _Part(name, mask, (squares.sum() / width).expand(len(squares)), width)
     linear = layouts.read_linear(model.get_submodule(name.rpartition(".")[0]))
@@ -139,41 +168,72 @@ def _part(model: nn.Module, name: str, role: str, parameter: Tensor, blocks: Blo
 def _attention_gains(layer: Layer) -> dict[str, Tensor]:
     """What multiplies the power of s, one value a head of each role."""
     one = torch.ones(1, dtype=torch.float64)
-    gains = {role: layer[role].gains if role in layer else one for role in ("query", "key", "value", "output")}
+    gains = {
+        role: layer[role].gains if role in layer else one
+        for role in ("query", "key", "value", "output")
+    }
     heads = max(len(gain) for gain in gains.values())
     query, key, value, output = (g.repeat_interleave(heads // len(g)) for g in gains.values())
 
     def by_head(values: Tensor, role: str) -> Tensor:
-        user = "output" if role == "value" and "output" in layer else "query"  # whose heads it is shared by
+        user = (
+            "output" if role == "value" and "output" in layer else "query"
+        )  # whose heads it is shared by
         sharing = layer[user].width / layer[role].width if role in ("key", "value") else 1.0
         return sharing * values.view(len(gains[role]), -1).mean(1)
 
-    laws = {"query": key * value * output, "key": query * value * output, "value": output, "output": value}
+    laws = {
+        "query": key * value * output,
+        "key": query * value * output,
+        "value": output,
+        "output": value,
+    }
     return {role: by_head(values, role) for role, values in laws.items() if role in layer}
 
 
 def _mlp_gains(layer: Layer, s: float) -> dict[str, Tensor]:
     one = torch.ones(1, dtype=torch.float64)
-    into, gate, out = (layer[role].gains[:1] if role in layer else one for role in ("mlp_in", "mlp_gate", "mlp_out"))
+    into, gate, out = (
+        layer[role].gains[:1] if role in layer else one
+        for role in ("mlp_in", "mlp_gate", "mlp_out")
+    )
     if "mlp_gate" in layer:
-        laws = {"mlp_in": s**2 * gate * out, "mlp_gate": s**2 * into * out, "mlp_out": s**2 * into * gate}
+        laws = {
+            "mlp_in": s**2 * gate * out,
+            "mlp_gate": s**2 * into * out,
+            "mlp_out": s**2 * into * gate,
+        }
     else:
         laws = {"mlp_in": out, "mlp_out": into}
     return {role: values for role, values in laws.items() if role in layer}
 
 
-def _input_scale(name: str, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> float:
+def _input_scale(
+    name: str, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
+) -> float:
     """Root mean square of what the norms of the parameter's layer give, or of the embedding if it has none, or 1."""
     layer = blocks[name].layer
-    norms = [n for n, b in blocks.items() if b.roles == ("norm",) and b.layer == layer and n.endswith("weight")]
+    norms = [
+        n
+        for n, b in blocks.items()
+        if b.roles == ("norm",) and b.layer == layer and n.endswith("weight")
+    ]
     found = norms or [n for n, b in blocks.items() if b.roles == ("embedding",)]
     squares = sum(float(block_dots(parameters[n], parameters[n], blocks[n]).sum()) for n in found)
     return math.sqrt(squares / sum(parameters[n].numel() for n in found)) if found else 1.0
 
 
-def _fill_rest(curvature: Curvature, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:
+def _fill_rest(
+    curvature: Curvature, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
+) -> Curvature:
     values = torch.cat(list(curvature.values()))
-    sizes = torch.cat([block_numel(tuple(parameters[name].shape), b.split) for name, b in blocks.items()])
+    sizes = torch.cat(
+        [block_numel(tuple(parameters[name].shape), b.split) for name, b in blocks.items()]
+    )
     known = values > 0
-    mean = ((values[known].log() * sizes[known]).sum() / sizes[known].sum()).exp() if bool(known.any()) else values.new_ones(())
+    mean = (
+        ((values[known].log() * sizes[known]).sum() / sizes[known].sum()).exp()
+        if bool(known.any())
+        else values.new_ones(())
+    )
     return {name: c.where(~c.isnan(), mean).float() for name, c in curvature.items()}

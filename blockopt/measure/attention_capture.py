@@ -1,9 +1,10 @@
 """What attention is given and returns while a model runs: its input, queries, keys, values, mask and scale.
 
-The curvature of queries and keys depends on the attention probabilities, hence on the queries and keys that the softmax sees.
-Hooks on the projections do not see those: RoPE and QK-norm come after them, and `nn.MultiheadAttention` has no modules there
-at all. But nearly all attention goes through `F.scaled_dot_product_attention`, and a `TorchFunctionMode` sees every call of it
-however it was imported. `capture_attention` records these calls, and raises where attention ran by another way.
+The curvature of queries and keys depends on the attention probabilities, hence on the queries and
+keys that the softmax sees. Hooks on the projections do not see those: RoPE and QK-norm come after
+them, and `nn.MultiheadAttention` has no modules there at all. But nearly all attention goes through
+`F.scaled_dot_product_attention`, and a `TorchFunctionMode` sees every call of it however it was
+imported. `capture_attention` records these calls, and raises where attention ran by another way.
 """
 
 from __future__ import annotations
@@ -23,28 +24,41 @@ from torch.overrides import TorchFunctionMode
 from blockopt.blocks import layouts
 
 _SDPA = F.scaled_dot_product_attention
-# What cross-attention calls the argument that its keys come from: transformers and diffusers; nn.MultiheadAttention.
-_CONTEXT_NAMES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "key")
+# What cross-attention calls the argument that its keys come from: transformers and diffusers;
+# nn.MultiheadAttention.
+_CONTEXT_NAMES = (
+    "key_value_states",
+    "encoder_hidden_states",
+    "cross_attention_states",
+    "context",
+    "key",
+)
 
 
 class AttentionCall(NamedTuple):
     """One call of `F.scaled_dot_product_attention`.
 
-    The tensors are those of the model's graph, so that `torch.autograd.grad(loss, call.query)` is the gradient there.
+    The tensors are those of the model's graph, so that `torch.autograd.grad(loss, call.query)` is
+    the gradient there.
 
     Attributes:
-        module: Name in `model.named_modules()` of the module that made the call: the innermost one that holds a query
-            projection, or else the innermost.
-        x: (B, T, D), the first argument of that module, None if it is no tensor. That is the input of the query projection,
-            unless the module does more than attention. `nn.MultiheadAttention` may be given (T, B, D) or (T, D): a view then.
-        context: (B, S, D), the argument of that module from which cross-attention makes its keys, None for self-attention.
+        module: Name in `model.named_modules()` of the module that made the call: the innermost one
+            that holds a query projection, or else the innermost.
+        x: (B, T, D), the first argument of that module, None if it is no tensor. That is the input
+            of the query projection, unless the module does more than attention.
+            `nn.MultiheadAttention` may be given (T, B, D) or (T, D): a view then.
+        context: (B, S, D), the argument of that module from which cross-attention makes its keys,
+            None for self-attention.
         query: (B, H, T, dh), after RoPE and QK-norm.
-        key: (B, Hkv, S, dh), where Hkv is H, or divides it if the call leaves the grouping of heads to torch.
+        key: (B, Hkv, S, dh), where Hkv is H, or divides it if the call leaves the grouping of heads
+            to torch.
         value: (B, Hkv, S, dv).
-        mask: What can be broadcast to (B, H, T, S): True where attention is allowed, or a number to add to the scores.
+        mask: What can be broadcast to (B, H, T, S): True where attention is allowed, or a number to
+            add to the scores.
         is_causal: Whether query t attends only to keys up to t.
         scale: What the scores are multiplied by.
-        dropout: Probability with which attention probabilities were set to zero on the way to `output`.
+        dropout: Probability with which attention probabilities were set to zero on the way to
+            `output`.
         output: (B, H, T, dv), before the output projection.
     """
 
@@ -63,7 +77,8 @@ class AttentionCall(NamedTuple):
     def weights(self) -> Tensor:
         """The attention probabilities without dropout, (B, H, T, S), recomputed in float32 or better, in the graph.
 
-        `softmax(scale * query @ key.T + mask)`; a query that may attend to nothing has zeros, as in torch.
+        `softmax(scale * query @ key.T + mask)`; a query that may attend to nothing has zeros, as in
+        torch.
 
         Example:
             >>> q = torch.zeros(1, 1, 2, 4)
@@ -81,7 +96,9 @@ class AttentionCall(NamedTuple):
         if self.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            scores = (
+                scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            )
         empty = scores.isneginf().all(dim=-1, keepdim=True)
         return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 
@@ -115,7 +132,9 @@ class _Recorder(TorchFunctionMode):
             after = module.register_forward_hook(partial(self._leave, name), always_call=True)
             stack.callback(after.remove)
 
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not _in_backward():
             self.running.append(_Running(name, module, args, kwargs, len(self.calls)))
 
@@ -128,7 +147,11 @@ class _Recorder(TorchFunctionMode):
             self.unseen[name] = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA:
@@ -172,18 +195,23 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def capture_attention(model: nn.Module, *, allow_unseen: bool = False) -> Iterator[list[AttentionCall]]:
+def capture_attention(
+    model: nn.Module, *, allow_unseen: bool = False
+) -> Iterator[list[AttentionCall]]:
     """Record every attention call that `model` makes inside the context, in the order they are made.
 
-    Outputs and gradients are those without capture, bit by bit; only the inference fast path of the `nn.Transformer` layers and
-    `torch.compile` are off inside the context, and with them their rounding. Hooks and patches are gone when it is left.
+    Outputs and gradients are those without capture, bit by bit; only the inference fast path of the
+    `nn.Transformer` layers and `torch.compile` are off inside the context, and with them their
+    rounding. Hooks and patches are gone when it is left.
 
-    The list keeps the tensors and their graph alive: capture a small batch, and drop the list when done. What activation
-    checkpointing runs again in the backward pass is not recorded again; with `use_reentrant=True` the tensors have no graph.
+    The list keeps the tensors and their graph alive: capture a small batch, and drop the list when
+    done. What activation checkpointing runs again in the backward pass is not recorded again; with
+    `use_reentrant=True` the tensors have no graph.
 
-    Seen is what calls `F.scaled_dot_product_attention`: own code, transformers with `attn_implementation="sdpa"`, timm with
-    `fused_attn`, `nn.MultiheadAttention` with `need_weights=False`, as the `nn.Transformer` layers use it. Not seen are eager
-    attention, flex attention and flash-attention packages. A model without attention gives an empty list.
+    Seen is what calls `F.scaled_dot_product_attention`: own code, transformers with
+    `attn_implementation="sdpa"`, timm with `fused_attn`, `nn.MultiheadAttention` with
+    `need_weights=False`, as the `nn.Transformer` layers use it. Not seen are eager attention, flex
+    attention and flash-attention packages. A model without attention gives an empty list.
 
     Args:
         model: Any module, under DDP, FSDP2, PEFT and `torch.compile` wrappers too.
@@ -193,8 +221,9 @@ def capture_attention(model: nn.Module, *, allow_unseen: bool = False) -> Iterat
         A list that fills with one `AttentionCall` a call.
 
     Raises:
-        ValueError: On leaving, if attention of the model ran and was not seen, or if it has attention and none ran, unless
-            `allow_unseen`. Not if an exception is leaving the context already.
+        ValueError: On leaving, if attention of the model ran and was not seen, or if it has
+            attention and none ran, unless `allow_unseen`. Not if an exception is leaving the
+            context already.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32, batch_first=True)
@@ -207,7 +236,9 @@ def capture_attention(model: nn.Module, *, allow_unseen: bool = False) -> Iterat
     recorder = _Recorder(model)
     with ExitStack() as stack:
         recorder.add_hooks(stack)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        stack.callback(
+            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+        )
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder)
@@ -229,7 +260,9 @@ def _holds_query(module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module must be seen to attend: attention that we know, or what `find_blocks` refuses as attention."""
     named = "Attention" in type(module).__name__
-    return _holds_query(module) or (named and any(layouts.find_linear(module, name) for name, _ in module.named_children()))
+    return _holds_query(module) or (
+        named and any(layouts.find_linear(module, name) for name, _ in module.named_children())
+    )
 
 
 def _read_call(
@@ -246,7 +279,18 @@ def _read_call(
 ) -> AttentionCall:
     caller = next((r for r in reversed(running) if _holds_query(r.module)), running[-1])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return AttentionCall(caller.name, *_sources(caller), query, key, value, attn_mask, is_causal, scale, dropout_p, output)
+    return AttentionCall(
+        caller.name,
+        *_sources(caller),
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale,
+        dropout_p,
+        output,
+    )
 
 
 def _sources(caller: _Running) -> tuple[Tensor | None, Tensor | None]:

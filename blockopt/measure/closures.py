@@ -38,7 +38,8 @@ class Evaluation:
         """The loss.
 
         Raises:
-            TypeError: If the closure gives no scalar tensor with a graph, or that and a number of tokens.
+            TypeError: If the closure gives no scalar tensor with a graph, or that and a number of
+                tokens.
             FloatingPointError: If the loss is not finite.
         """
         torch.clear_autocast_cache()  # of casts of the weights, which a secant has moved since
@@ -46,14 +47,22 @@ class Evaluation:
             result = self._closure()
         loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            what += ", which requires no gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            )
+            what += (
+                ", which requires no gradient"
+                if isinstance(loss, Tensor) and not loss.requires_grad
+                else ""
+            )
             raise TypeError(
                 f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar tensor with its graph, alone "
                 "or with the number of tokens: `lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
             )
         if not bool(torch.isfinite(loss.detach())):
-            raise FloatingPointError(f"The loss closure returned {loss.item()}. Curvature needs a finite loss.")
+            raise FloatingPointError(
+                f"The loss closure returned {loss.item()}. Curvature needs a finite loss."
+            )
         self.tokens = None if tokens is None else float(tokens)
         with torch.enable_grad():
             return loss.reshape(())
@@ -69,28 +78,42 @@ def mean_over_batches(
     blocks = checked_blocks(model, blocks)
     traces = batch_means(model, losses, lambda evaluation: traces_of(evaluation, blocks))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return {name: traces[name] / block_numel(shapes[name], b.split).to(traces[name]) for name, b in blocks.items()}
+    return {
+        name: traces[name] / block_numel(shapes[name], b.split).to(traces[name])
+        for name, b in blocks.items()
+    }
 
 
-def batch_means(model: nn.Module, losses: Losses, measure: Callable[[Evaluation], dict[Key, Tensor]]) -> dict[Key, Tensor]:
+def batch_means(
+    model: nn.Module, losses: Losses, measure: Callable[[Evaluation], dict[Key, Tensor]]
+) -> dict[Key, Tensor]:
     """What `measure` finds for each batch, averaged by tokens; batches count alike if no closure gives their number."""
     total: dict[Key, Tensor] = {}
     weights: list[float | None] = []
     device = next(model.parameters()).device.type
-    callers = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    callers = torch.autocast(
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    )
     for closure in [losses] if callable(losses) else losses:
         evaluation = Evaluation(closure, callers)
-        with undisturbed(model), torch.autocast(device, enabled=False):  # a caller's autocast is for the forward pass only
+        with (
+            undisturbed(model),
+            torch.autocast(device, enabled=False),
+        ):  # a caller's autocast is for the forward pass only
             measured = measure(evaluation)
         torch.clear_autocast_cache()
         weights.append(evaluation.tokens)
         for key, value in measured.items():
-            weighted = value.detach() if evaluation.tokens is None else value.detach() * evaluation.tokens
+            weighted = (
+                value.detach() if evaluation.tokens is None else value.detach() * evaluation.tokens
+            )
             total[key] = total[key] + weighted if key in total else weighted
     if not weights:
         raise ValueError("Invalid losses: no closure. Must be one or more.")
     if len({weight is None for weight in weights}) > 1:
-        raise ValueError("Some loss closures returned a number of tokens and some did not. All must, or none.")
+        raise ValueError(
+            "Some loss closures returned a number of tokens and some did not. All must, or none."
+        )
     weight = sum(1.0 if w is None else w for w in weights)
     if not weight > 0:
         raise ValueError(f"Invalid numbers of tokens {weights[:5]}. Their sum must be positive.")
@@ -104,7 +127,9 @@ def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> Map
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if blocks.keys() != shapes.keys():
         wrong = sorted(shapes.keys() ^ blocks.keys())[:3]
-        raise ValueError(f"Invalid blocks: {wrong} are in the blocks or in the model's trainable parameters, not in both.")
+        raise ValueError(
+            f"Invalid blocks: {wrong} are in the blocks or in the model's trainable parameters, not in both."
+        )
     for name, shape in shapes.items():
         blocks[name].check(shape)
     return blocks
@@ -129,8 +154,9 @@ def refuse_sharded(model: nn.Module, estimator: str) -> None:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, and put back gradients, random state, buffers and training modes at the end.
 
-    Evaluation mode gives the curvature of the model itself, without the noise of a dropout mask. DDP wrappers that run
-    inside do not wait for a backward pass: curvature is averaged over ranks by who asks for it.
+    Evaluation mode gives the curvature of the model itself, without the noise of a dropout mask.
+    DDP wrappers that run inside do not wait for a backward pass: curvature is averaged over ranks
+    by who asks for it.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -140,7 +166,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     def quiet(module: nn.Module, _: Any) -> None:
         if isinstance(module, DistributedDataParallel) and module not in wrappers:
-            wrappers[module] = (module.require_backward_grad_sync, module.require_forward_param_sync)
+            wrappers[module] = (
+                module.require_backward_grad_sync,
+                module.require_forward_param_sync,
+            )
             module.require_backward_grad_sync = False
 
     # Only where there can be wrappers: torch.compile warns of hooks on all modules.
@@ -161,8 +190,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
         with torch.no_grad():
             for buffer, saved in buffers:
-                # Written only if changed, since that would break a backward pass that is still to come. Versions do not tell:
-                # batch norm writes its buffers without counting.
+                # Written only if changed, since that would break a backward pass that is still to
+                # come. Versions do not tell: batch norm writes its buffers without counting.
                 if not torch.equal(buffer, saved):
                     buffer.copy_(saved)
         for parameter, gradient in gradients:

@@ -1,8 +1,9 @@
 """The loss function as the model calls it: its predictions, and the curvature of the loss in them.
 
-Gauss-Newton needs the Hessian Λ of the loss in the predictions, not only its value. Cross-entropy and squared error have it in
-closed form, block-diagonal in the rows, and a random vector `s` with `E[s sᵀ] = Λ` that costs nothing: labels sampled from the
-model (Schraudolph 2002; Liu et al., Sophia, 2023), or noise.
+Gauss-Newton needs the Hessian Λ of the loss in the predictions, not only its value. Cross-entropy
+and squared error have it in closed form, block-diagonal in the rows, and a random vector `s` with
+`E[s sᵀ] = Λ` that costs nothing: labels sampled from the model (Schraudolph 2002; Liu et al.,
+Sophia, 2023), or noise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class LossCall(NamedTuple):
         prediction: What the model predicts, in the graph.
         value: What the function returned, in the graph.
         class_dim: The dimension of the classes for cross-entropy, None for elementwise losses.
-        probabilities: Of the classes, along the last dimension, for cross-entropy, or of 1 for the binary one.
-        weights: What Λ is times the derivative of the whole loss by the value: of an element this weight, of a row this weight
-            times `diag(p) - p pᵀ`.
+        probabilities: Of the classes, along the last dimension, for cross-entropy, or of 1 for the
+            binary one.
+        weights: What Λ is times the derivative of the whole loss by the value: of an element this
+            weight, of a row this weight times `diag(p) - p pᵀ`.
         reduced: Whether the value is a scalar.
     """
 
@@ -49,7 +51,11 @@ class CaptureLosses(TorchFunctionMode):
         self.calls: list[LossCall] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note the call."""
         value = func(*args, **(kwargs or {}))
@@ -63,7 +69,9 @@ class CaptureLosses(TorchFunctionMode):
 def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) -> LossCall:
     prediction, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     if target.requires_grad:
-        raise ValueError("The target of the loss depends on parameters too. Gauss-Newton needs it fixed: detach it.")
+        raise ValueError(
+            "The target of the loss depends on parameters too. Gauss-Newton needs it fixed: detach it."
+        )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         raise ValueError(
@@ -71,17 +79,27 @@ def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) ->
         )
     if func is F.cross_entropy:
         smoothing = arguments["label_smoothing"]
-        return _read_cross_entropy(prediction, target, weight, arguments["ignore_index"], smoothing, reduction, value)
+        return _read_cross_entropy(
+            prediction, target, weight, arguments["ignore_index"], smoothing, reduction, value
+        )
     if weight is not None or arguments.get("pos_weight") is not None:
-        raise ValueError(f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead.")
+        raise ValueError(
+            f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead."
+        )
     if prediction.shape != target.shape:
         raise ValueError(
             f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape. Make them agree."
         )
     number = prediction.numel() if reduction == "mean" else 1
-    detached = prediction.detach().contiguous().to(torch.promote_types(prediction.dtype, torch.float32))
+    detached = (
+        prediction.detach().contiguous().to(torch.promote_types(prediction.dtype, torch.float32))
+    )
     probabilities = None if func is F.mse_loss else detached.sigmoid()
-    weights = torch.full_like(detached, 2 / number) if probabilities is None else probabilities * (1 - probabilities) / number
+    weights = (
+        torch.full_like(detached, 2 / number)
+        if probabilities is None
+        else probabilities * (1 - probabilities) / number
+    )
     return LossCall(prediction, value, None, probabilities, weights, reduction != "none")
 
 
@@ -99,7 +117,11 @@ def _read_cross_entropy(
     logits = prediction.detach().movedim(class_dim, -1)
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     classes = probabilities.shape[-1]
-    by_class = probabilities.new_ones(classes) if class_weights is None else class_weights.to(probabilities)
+    by_class = (
+        probabilities.new_ones(classes)
+        if class_weights is None
+        else class_weights.to(probabilities)
+    )
     number: Any
     if target.is_floating_point():
         weights = target.movedim(class_dim, -1).to(probabilities) @ by_class
@@ -127,9 +149,17 @@ class LossCurvature:
 
     def __init__(self, loss: Tensor, calls: list[LossCall]) -> None:
         derivatives = (
-            torch.autograd.grad(loss, [call.value for call in calls], retain_graph=True, allow_unused=True) if calls else ()
+            torch.autograd.grad(
+                loss, [call.value for call in calls], retain_graph=True, allow_unused=True
+            )
+            if calls
+            else ()
         )
-        used = [(call, derivative) for call, derivative in zip(calls, derivatives) if derivative is not None]
+        used = [
+            (call, derivative)
+            for call, derivative in zip(calls, derivatives)
+            if derivative is not None
+        ]
         if not used:
             raise ValueError(
                 "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton "
@@ -148,7 +178,9 @@ class LossCurvature:
         self._derivatives = [derivative.detach() for _, derivative in used]
         self._weights = [call.weights * self._spread(call, derivative) for call, derivative in used]
         if any(bool((weights < 0).any()) for weights in self._weights):
-            raise ValueError("A cross-entropy or squared error enters the loss with a negative sign: no Gauss-Newton there.")
+            raise ValueError(
+                "A cross-entropy or squared error enters the loss with a negative sign: no Gauss-Newton there."
+            )
 
     @staticmethod
     def _spread(call: LossCall, derivative: Tensor) -> Tensor:
@@ -178,7 +210,9 @@ class LossCurvature:
                 product = weights * product
             else:
                 product = call.probabilities * product.movedim(call.class_dim, -1)
-                product = weights.unsqueeze(-1) * (product - call.probabilities * product.sum(-1, keepdim=True))
+                product = weights.unsqueeze(-1) * (
+                    product - call.probabilities * product.sum(-1, keepdim=True)
+                )
                 product = product.movedim(-1, call.class_dim)
             products.append(product.to(call.prediction.dtype))
         return products
@@ -186,7 +220,8 @@ class LossCurvature:
     def residual(self) -> Tensor:
         """What to add to the loss to have the Hessian without `Jᵀ Λ J`: the losses made linear in their predictions.
 
-        That is `Σ r·prediction - value·derivative` over the calls, where `r`, the derivative by the prediction, is constant.
+        That is `Σ r·prediction - value·derivative` over the calls, where `r`, the derivative by the
+        prediction, is constant.
         """
         total = torch.zeros((), device=self.predictions[0].device)
         with torch.enable_grad():
@@ -207,7 +242,10 @@ class LossCurvature:
                     continue
                 for index in range(call.probabilities.shape[-1]):
                     labels = torch.full((weights.numel(), 1), index, device=weights.device)
-                    yield self._only(position, self._class_vector(call, one * call.probabilities[..., index], labels))
+                    yield self._only(
+                        position,
+                        self._class_vector(call, one * call.probabilities[..., index], labels),
+                    )
 
     def last_rows(self) -> Iterator[list[Tensor]]:
         """For each prediction, random numbers on the last row that has a weight, or 1 at the last such element."""
@@ -215,7 +253,9 @@ class LossCurvature:
             one = torch.zeros_like(weights)
             one.view(-1)[weights.flatten().nonzero()[-1:]] = 1.0
             if call.class_dim is not None and call.probabilities is not None:
-                one = (one.unsqueeze(-1) * torch.rand_like(call.probabilities)).movedim(-1, call.class_dim)
+                one = (one.unsqueeze(-1) * torch.rand_like(call.probabilities)).movedim(
+                    -1, call.class_dim
+                )
             yield self._only(position, one)
 
     def _only(self, position: int, vector: Tensor) -> list[Tensor]:
@@ -237,7 +277,10 @@ class LossCurvature:
 def _labels(probabilities: Any, generator: torch.Generator) -> Tensor:
     """One label for each row of probabilities, (rows, 1), by the inverse distribution: far faster than `torch.multinomial`."""
     ends = probabilities.reshape(-1, probabilities.shape[-1]).cumsum(-1)
-    draws = torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype) * ends[:, -1:]
+    draws = (
+        torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype)
+        * ends[:, -1:]
+    )
     return torch.searchsorted(ends, draws, right=True).clamp_(max=ends.shape[-1] - 1)
 
 

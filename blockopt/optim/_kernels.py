@@ -15,7 +15,9 @@ from torch import Tensor
 SMALLEST = 1 << 16  # entries; below, calling a compiled function costs more than it saves
 
 
-def momentum_step(p: Tensor, g: Tensor, m: Tensor, size: Tensor, decay: float, weight: float) -> None:
+def momentum_step(
+    p: Tensor, g: Tensor, m: Tensor, size: Tensor, decay: float, weight: float
+) -> None:
     """`m ← lerp(m, g)`, `p ← decay·p − size·m`."""
     momentum = torch.lerp(m, g, weight)
     m.copy_(momentum)
@@ -23,7 +25,16 @@ def momentum_step(p: Tensor, g: Tensor, m: Tensor, size: Tensor, decay: float, w
 
 
 def adam_step(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, size: Tensor, decay: float, weight: float, beta2: float, root: float, eps: float
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    size: Tensor,
+    decay: float,
+    weight: float,
+    beta2: float,
+    root: float,
+    eps: float,
 ) -> None:
     """AdamW of one matrix; `root` is the square root of the second moment's bias correction."""
     momentum = torch.lerp(m, g, weight)
@@ -38,7 +49,9 @@ def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
     return torch.compile(kernel, dynamic=True)
 
 
-def run_compiled(kernel: Callable[..., None], columns: list[list[Tensor]], *numbers: Any) -> list[list[Tensor]]:
+def run_compiled(
+    kernel: Callable[..., None], columns: list[list[Tensor]], *numbers: Any
+) -> list[list[Tensor]]:
     """Run a kernel on the rows of `columns` that are large matrices; returns the columns without these."""
     for row in zip(*columns):
         if is_large(row[0]):

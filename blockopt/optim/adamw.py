@@ -12,7 +12,16 @@ from blockopt.blocks.split import block_numel, block_sum_along
 from blockopt.distributed import local, sum_over_ranks
 from blockopt.optim._kernels import adam_step, is_large, momentum_step, run_compiled
 from blockopt.optim._rounding import lerp_momentum, rounding_noise
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, choose, decay, gradient_norms, spread
+from blockopt.optim.base import (
+    BlockOptimizer,
+    Entry,
+    Parameters,
+    check_range,
+    choose,
+    decay,
+    gradient_norms,
+    spread,
+)
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.fused import by_kind, fused_kernel_serves
 
@@ -20,29 +29,34 @@ from blockopt.optim.fused import by_kind, fused_kernel_serves
 class BlockAdamW(BlockOptimizer):
     r"""AdamW whose step is multiplied by the scale of each block.
 
-    With :math:`m` the running mean of the gradient :math:`g`, :math:`v` that of its square, hats for bias correction, and
-    :math:`s_b` the scale of block :math:`b`:
+    With :math:`m` the running mean of the gradient :math:`g`, :math:`v` that of its square, hats
+    for bias correction, and :math:`s_b` the scale of block :math:`b`:
 
     .. math:: p \leftarrow p - \eta\lambda p - \eta\, s_b\, \hat m / (\sqrt{\hat v} + \epsilon)
 
-    With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With `"block"`, :math:`v` is one number a
-    block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the idea of Adam-mini, on the blocks of `find_blocks`),
-    which halves the memory of the state. Weight decay uses the unscaled learning rate.
+    With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With `"block"`,
+    :math:`v` is one number a block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the
+    idea of Adam-mini, on the blocks of `find_blocks`), which halves the memory of the state. Weight
+    decay uses the unscaled learning rate.
 
     Args:
-        params: What `param_groups(model)` returns; for `second_moment="coordinate"` also anything `torch.optim.AdamW` takes.
+        params: What `param_groups(model)` returns; for `second_moment="coordinate"` also anything
+            `torch.optim.AdamW` takes.
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         second_moment: `"coordinate"` or `"block"`.
-        momentum_dtype: Dtype of the stored first moment; None takes the parameter's, as `torch.optim` does. `torch.bfloat16`
-            is rounded stochastically: unbiased, with a relative error below 2^-7 an entry and step.
-        compiled: Update large matrices by kernels that torch compiles on first use: one pass through memory, rather than
-            several, where second moments or scales differ by block. Needs what `torch.compile` needs.
+        momentum_dtype: Dtype of the stored first moment; None takes the parameter's, as
+            `torch.optim` does. `torch.bfloat16` is rounded stochastically: unbiased, with a
+            relative error below 2^-7 an entry and step.
+        compiled: Update large matrices by kernels that torch compiles on first use: one pass
+            through memory, rather than several, where second moments or scales differ by block.
+            Needs what `torch.compile` needs.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
-            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
+            `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
+            first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `second_moment="block"` without blocks.
@@ -92,13 +106,17 @@ class BlockAdamW(BlockOptimizer):
                 "Pass blockopt.param_groups(model) instead of model.parameters()."
             )
 
-    def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+    def _new_state(
+        self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
+    ) -> dict[str, Any]:
         return new_adamw_state(parameter, blocks, group)
 
     def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
         return adamw_magnitudes(entries, group)
 
-    def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+    ) -> None:
         adamw_update(entries, magnitudes, group, self._scaled_step())
 
 
@@ -116,10 +134,14 @@ def new_adamw_state(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) ->
     if group["second_moment"] == "coordinate":
         exp_avg_sq = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     else:
-        exp_avg_sq = torch.zeros(blocks.num_blocks, dtype=_accumulation_dtype(parameter), device=parameter.device)
+        exp_avg_sq = torch.zeros(
+            blocks.num_blocks, dtype=_accumulation_dtype(parameter), device=parameter.device
+        )
     return {
         "step": torch.zeros((), dtype=torch.float32),
-        "exp_avg": torch.zeros_like(parameter, dtype=group["momentum_dtype"], memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(
+            parameter, dtype=group["momentum_dtype"], memory_format=torch.preserve_format
+        ),
         "exp_avg_sq": exp_avg_sq,
     }
 
@@ -131,22 +153,32 @@ def adamw_magnitudes(entries: list[Entry], group: dict[str, Any]) -> list[Tensor
     return [block_mean_squares(entry.gradient, entry.blocks) for entry in entries]
 
 
-def adamw_update(entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any], scaled: bool) -> None:
+def adamw_update(
+    entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any], scaled: bool
+) -> None:
     """One step of AdamW for parameters of a group, by the number of steps that they have behind them."""
     for entry in entries:
         entry.state["step"] += 1
-    if torch.compiler.is_compiling():  # the counts stay tensors there; the compiler joins what is done one by one
+    if (
+        torch.compiler.is_compiling()
+    ):  # the counts stay tensors there; the compiler joins what is done one by one
         for entry, magnitude in zip(entries, magnitudes):
             _adamw_update([entry], [magnitude], group, scaled, entry.state["step"])
         return
     counts = [int(entry.state["step"].item()) for entry in entries]
     for count in sorted(set(counts)):
         chosen = [i for i, c in enumerate(counts) if c == count]
-        _adamw_update([entries[i] for i in chosen], [magnitudes[i] for i in chosen], group, scaled, count)
+        _adamw_update(
+            [entries[i] for i in chosen], [magnitudes[i] for i in chosen], group, scaled, count
+        )
 
 
 def _adamw_update(
-    entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any], scaled: bool, step: int | Tensor
+    entries: list[Entry],
+    magnitudes: list[Tensor],
+    group: dict[str, Any],
+    scaled: bool,
+    step: int | Tensor,
 ) -> None:
     beta1, beta2 = group["betas"]
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
@@ -155,16 +187,35 @@ def _adamw_update(
     exp_avgs = [local(entry.state["exp_avg"]) for entry in entries]
     if group["second_moment"] == "block":
         exp_avg_sqs = [entry.state["exp_avg_sq"] for entry in entries]
-        torch._foreach_lerp_(exp_avg_sqs, [m.to(v.dtype) for m, v in zip(magnitudes, exp_avg_sqs)], 1 - beta2)
+        torch._foreach_lerp_(
+            exp_avg_sqs, [m.to(v.dtype) for m, v in zip(magnitudes, exp_avg_sqs)], 1 - beta2
+        )
         denominators = _denominators(exp_avg_sqs, correction2, group["eps"])
-        sizes = [entry.state["scale"] / d * (group["lr"] / correction1) for entry, d in zip(entries, denominators)]
-        _scaled_momentum_update(parameters, gradients, exp_avgs, spread(entries, sizes), step, group)
+        sizes = [
+            entry.state["scale"] / d * (group["lr"] / correction1)
+            for entry, d in zip(entries, denominators)
+        ]
+        _scaled_momentum_update(
+            parameters, gradients, exp_avgs, spread(entries, sizes), step, group
+        )
         return
     exp_avg_sqs = [local(entry.state["exp_avg_sq"]) for entry in entries]
     scales = None if not scaled else spread(entries, [entry.state["scale"] for entry in entries])
     if scales is not None and _takes_compiled_kernels(group):
-        columns = [parameters, gradients, exp_avgs, exp_avg_sqs, [s * (group["lr"] / correction1) for s in scales]]
-        numbers = (1 - group["lr"] * group["weight_decay"], 1 - beta1, beta2, correction2**0.5, group["eps"])
+        columns = [
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [s * (group["lr"] / correction1) for s in scales],
+        ]
+        numbers = (
+            1 - group["lr"] * group["weight_decay"],
+            1 - beta1,
+            beta2,
+            correction2**0.5,
+            group["eps"],
+        )
         parameters, gradients, exp_avgs, exp_avg_sqs, _ = run_compiled(adam_step, columns, *numbers)
         scales = [s for s, p in zip(scales, columns[0]) if not is_large(p)]
     if fused_kernel_serves(parameters, gradients, exp_avgs, exp_avg_sqs):
@@ -174,7 +225,9 @@ def _adamw_update(
         _foreach_update(parameters, gradients, exp_avgs, exp_avg_sqs, scales, step, group)
 
 
-def _denominators(exp_avg_sqs: list[Tensor], correction: float | Tensor, eps: float) -> list[Tensor]:
+def _denominators(
+    exp_avg_sqs: list[Tensor], correction: float | Tensor, eps: float
+) -> list[Tensor]:
     """`sqrt(v / correction) + eps`."""
     denominators = list(torch._foreach_div(exp_avg_sqs, correction))
     torch._foreach_sqrt_(denominators)
@@ -205,7 +258,8 @@ def _square_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         return norms.square()
     if torch.compiler.is_compiling() or x.numel() == 0:
         return x.to(dtype).square().sum(dim=[d for d in range(x.ndim) if d != dim])
-    # Norms of columns are ten times slower on a CPU than norms of rows. Squares of slabs, added up in a cached slab, are not.
+    # Norms of columns are ten times slower on a CPU than norms of rows. Squares of slabs, added up
+    # in a cached slab, are not.
     total: Tensor | None = None
     for (slab,) in in_chunks([x]):
         wide = slab[0].to(dtype)
@@ -225,7 +279,9 @@ def _takes_compiled_kernels(group: dict[str, Any]) -> bool:
     return group["compiled"] and plain and not torch.compiler.is_compiling()
 
 
-def _noise(parameters: list[Tensor], step: int | Tensor, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
+def _noise(
+    parameters: list[Tensor], step: int | Tensor, group: dict[str, Any]
+) -> tuple[list[Tensor], ...]:
     return rounding_noise(parameters, step) if group["momentum_dtype"] == torch.bfloat16 else ()
 
 
@@ -242,7 +298,9 @@ def _fused_update(
     columns = (parameters, gradients, exp_avgs, exp_avg_sqs)
     if scales is None:
         for ps, gs, ms, vs in by_kind(*columns):
-            _fused_adamw(ps, gs, ms, vs, step, group, lr=group["lr"], weight_decay=group["weight_decay"])
+            _fused_adamw(
+                ps, gs, ms, vs, step, group, lr=group["lr"], weight_decay=group["weight_decay"]
+            )
         return
     for chunk in in_chunks(*columns, scales):
         for ps, gs, ms, vs, ss in by_kind(*chunk):
@@ -293,7 +351,9 @@ def _foreach_update(
     beta1, beta2 = group["betas"]
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     noise = _noise(parameters, step, group)
-    for ps, gs, ms, vs, ss, *noises in in_chunks(parameters, gradients, exp_avgs, exp_avg_sqs, scales, *noise):
+    for ps, gs, ms, vs, ss, *noises in in_chunks(
+        parameters, gradients, exp_avgs, exp_avg_sqs, scales, *noise
+    ):
         gs = list(torch._foreach_neg(gs)) if group["maximize"] else gs
         torch._foreach_mul_(vs, beta2)
         torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)

@@ -32,11 +32,13 @@ class Entry(NamedTuple):
 class BlockOptimizer(torch.optim.Optimizer, ABC):
     """Base of the optimizers: `p -= lr * scale[block] * direction`, where the subclass gives the direction.
 
-    The block scales live in the state of each parameter as a float32 tensor, `state[p]["scale"]`, changed in place by
-    `set_block_scales`, so that a refresh neither recompiles a compiled step nor is lost in a checkpoint.
+    The block scales live in the state of each parameter as a float32 tensor, `state[p]["scale"]`,
+    changed in place by `set_block_scales`, so that a refresh neither recompiles a compiled step nor
+    is lost in a checkpoint.
 
     Attributes:
-        nonfinite_steps: How many steps were refused because of a gradient that is not finite, or whose square is not.
+        nonfinite_steps: How many steps were refused because of a gradient that is not finite, or
+            whose square is not.
     """
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
@@ -49,7 +51,9 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Raise `ValueError` for options of a group that are out of range."""
 
     @abstractmethod
-    def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+    def _new_state(
+        self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
+    ) -> dict[str, Any]:
         """The state of a parameter before its first step, without `scale`."""
 
     def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
@@ -57,7 +61,9 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return gradient_norms([entry.gradient for entry in entries])
 
     @abstractmethod
-    def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+    ) -> None:
         """Update the parameters and states of a group."""
 
     @torch.no_grad()
@@ -71,7 +77,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             What the closure returns, or None.
 
         Raises:
-            FloatingPointError: If a gradient is not finite and `nonfinite="raise"`. Nothing is changed then.
+            FloatingPointError: If a gradient is not finite and `nonfinite="raise"`. Nothing is
+                changed then.
         """
         loss = None
         if closure is not None:
@@ -98,15 +105,21 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             if len(state) == 0:
                 check_supported(parameter)
                 state.update(self._new_state(parameter, blocks, group))
-                state["scale"] = torch.ones(blocks.num_blocks, dtype=torch.float32, device=parameter.device)
+                state["scale"] = torch.ones(
+                    blocks.num_blocks, dtype=torch.float32, device=parameter.device
+                )
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:
         entries = []
         for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
             if parameter.grad is not None:
                 if parameter.grad.layout != torch.strided:
-                    raise ValueError(f"The gradient of {name!r} is sparse. Make it dense: nn.Embedding(..., sparse=False).")
-                entries.append(Entry(name, parameter, parameter.grad, blocks, self.state[parameter]))
+                    raise ValueError(
+                        f"The gradient of {name!r} is sparse. Make it dense: nn.Embedding(..., sparse=False)."
+                    )
+                entries.append(
+                    Entry(name, parameter, parameter.grad, blocks, self.state[parameter])
+                )
         return entries
 
     @torch.compiler.disable
@@ -128,7 +141,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to go on without such steps."
             )
         if self.nonfinite_steps == 1:
-            warnings.warn(f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.", stacklevel=4)
+            warnings.warn(
+                f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.",
+                stacklevel=4,
+            )
         return False
 
     def _by_name(self) -> dict[str, tuple[Tensor, Blocks]]:
@@ -139,9 +155,13 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 raise ValueError(
                     "Block scales go by parameter names, and this optimizer has none: build it with param_groups(model)."
                 )
-            for name, parameter, blocks in zip(group["param_names"], group["params"], blocks_of(group)):
+            for name, parameter, blocks in zip(
+                group["param_names"], group["params"], blocks_of(group)
+            ):
                 if name in found:
-                    raise ValueError(f"Block scales go by parameter names, and two parameters are named {name!r}.")
+                    raise ValueError(
+                        f"Block scales go by parameter names, and two parameters are named {name!r}."
+                    )
                 found[name] = (parameter, blocks)
         return found
 
@@ -150,7 +170,11 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         scales = {}
         for name, (parameter, blocks) in self._by_name().items():
             scale = self.state[parameter].get("scale") if parameter in self.state else None
-            scales[name] = torch.ones(blocks.num_blocks, device=parameter.device) if scale is None else scale.clone()
+            scales[name] = (
+                torch.ones(blocks.num_blocks, device=parameter.device)
+                if scale is None
+                else scale.clone()
+            )
         return scales
 
     @torch.no_grad()
@@ -158,25 +182,33 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Set the multiplier of each block's learning rate. Parameters that `scales` does not name keep theirs.
 
         Args:
-            scales: `{parameter name: tensor of num_blocks}`, finite and >= 0. Under data parallelism all ranks must pass
-                the same.
+            scales: `{parameter name: tensor of num_blocks}`, finite and >= 0. Under data
+                parallelism all ranks must pass the same.
 
         Raises:
             KeyError: If a name is not that of a parameter of this optimizer.
-            ValueError: If the optimizer has no parameter names, or a tensor has the wrong length or holds a negative or
-                non-finite value. Nothing is changed then.
+            ValueError: If the optimizer has no parameter names, or a tensor has the wrong length or
+                holds a negative or non-finite value. Nothing is changed then.
         """
         known = self._by_name()
-        given = {name: torch.as_tensor(scale, dtype=torch.float32) for name, scale in scales.items()}
+        given = {
+            name: torch.as_tensor(scale, dtype=torch.float32) for name, scale in scales.items()
+        }
         for name, scale in given.items():
             if name not in known:
-                raise KeyError(f"No parameter {name!r} in this optimizer (such as {next(iter(known))!r}).")
+                raise KeyError(
+                    f"No parameter {name!r} in this optimizer (such as {next(iter(known))!r})."
+                )
             shape = (known[name][1].num_blocks,)
             if tuple(scale.shape) != shape:
-                raise ValueError(f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be {shape}, one a block.")
+                raise ValueError(
+                    f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be {shape}, one a block."
+                )
             wrong = scale[~(torch.isfinite(scale) & (scale >= 0))]
             if len(wrong):
-                raise ValueError(f"Invalid scale for {name!r}: {wrong[0].item()}. Must be finite and >= 0.")
+                raise ValueError(
+                    f"Invalid scale for {name!r}: {wrong[0].item()}. Must be finite and >= 0."
+                )
         for group in self.param_groups:
             self._init_group(group, only_with_gradient=False)
         for name, scale in given.items():
@@ -196,7 +228,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Add a group, as in `torch.optim`; `blocks` may hold what `param_groups(model)` puts there.
 
         Raises:
-            ValueError: If an option is out of range, or the blocks do not fit. The group is not added then.
+            ValueError: If an option is out of range, or the blocks do not fit. The group is not
+                added then.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -219,16 +252,20 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, of this optimizer or of the `torch.optim` one that it equals.
 
-        As in `torch.optim`, the options saved with it take the place of those given here. Unlike there, states keep the dtype
-        they were saved in: a float32 second moment of bfloat16 weights stays what it was.
+        As in `torch.optim`, the options saved with it take the place of those given here. Unlike
+        there, states keep the dtype they were saved in: a float32 second moment of bfloat16 weights
+        stays what it was.
 
         Raises:
-            ValueError: If a saved state has the wrong shape, or is none that this optimizer knows (such as that of `amsgrad`).
+            ValueError: If a saved state has the wrong shape, or is none that this optimizer knows
+                (such as that of `amsgrad`).
         """
         blocks = [group["blocks"] for group in self.param_groups]
         loaded: list[dict[str, Any]] = []
         # Registered last, so it sees what the user's own hooks have made of the checkpoint.
-        hook = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(self._check_loaded(final)))
+        hook = self.register_load_state_dict_pre_hook(
+            lambda _, final: loaded.append(self._check_loaded(final))
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -241,9 +278,16 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     continue
                 state = self.state[parameter]
                 for key, value in loaded[0]["state"][index].items():
-                    if isinstance(value, Tensor) and key != "step" and value.dtype != state[key].dtype:
+                    if (
+                        isinstance(value, Tensor)
+                        and key != "step"
+                        and value.dtype != state[key].dtype
+                    ):
                         state[key] = value.to(device=parameter.device, copy=True)
-                state.setdefault("scale", torch.ones(entry.num_blocks, dtype=torch.float32, device=parameter.device))
+                state.setdefault(
+                    "scale",
+                    torch.ones(entry.num_blocks, dtype=torch.float32, device=parameter.device),
+                )
         self._note_scaled()
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -253,9 +297,14 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
             group = {**mine, **saved, "params": mine["params"]}
-            for index, name, parameter, blocks in zip(saved["params"], names_of(mine), mine["params"], blocks_of(group)):
+            for index, name, parameter, blocks in zip(
+                saved["params"], names_of(mine), mine["params"], blocks_of(group)
+            ):
                 like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                expected = {**self._new_state(like, blocks, group), "scale": torch.empty(blocks.num_blocks, device="meta")}
+                expected = {
+                    **self._new_state(like, blocks, group),
+                    "scale": torch.empty(blocks.num_blocks, device="meta"),
+                }
                 for key, value in state_dict["state"].get(index, {}).items():
                     if value is None:
                         continue
@@ -271,7 +320,11 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled}  # type: ignore[no-untyped-call]
+        return {
+            **super().__getstate__(),
+            "nonfinite_steps": self.nonfinite_steps,
+            "_scaled": self._scaled,
+        }  # type: ignore[no-untyped-call]
 
 
 def blocks_of(group: dict[str, Any]) -> list[Blocks]:
@@ -283,7 +336,9 @@ def blocks_of(group: dict[str, Any]) -> list[Blocks]:
 
 def names_of(group: dict[str, Any]) -> list[str]:
     """The names of a group's parameters; without any, their shapes, for messages."""
-    return group.get("param_names") or [f"parameter of shape {tuple(p.shape)}" for p in group["params"]]
+    return group.get("param_names") or [
+        f"parameter of shape {tuple(p.shape)}" for p in group["params"]
+    ]
 
 
 def check_supported(parameter: Tensor) -> None:
@@ -306,7 +361,9 @@ def check_learning_rate(lr: float | Tensor) -> None:
 def check_range(name: str, value: float | Tensor, high: float = math.inf) -> None:
     """Raise `ValueError` unless 0 <= value < high."""
     if isinstance(value, Tensor) and value.ndim != 0:
-        raise ValueError(f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: torch.tensor(1e-3).")
+        raise ValueError(
+            f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: torch.tensor(1e-3)."
+        )
     if not 0.0 <= float(value) < high:
         bound = "finite and >= 0" if high == math.inf else f"in [0, {high})"
         raise ValueError(f"Invalid {name}={float(value)}. Must be {bound}.")
@@ -315,28 +372,42 @@ def check_range(name: str, value: float | Tensor, high: float = math.inf) -> Non
 def choose(name: str, value: object, options: tuple[object, ...]) -> None:
     """Raise `ValueError` unless the value is one of the options."""
     if value not in options:
-        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(repr(option) for option in options)}.")
+        raise ValueError(
+            f"Invalid {name}={value!r}. Must be one of {', '.join(repr(option) for option in options)}."
+        )
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     """The squared norm of each gradient's local part on a CPU, its norm elsewhere, in float32 at least: for `all_finite`."""
     parts = [local(gradient) for gradient in gradients]
     if not torch.compiler.is_compiling() and all(_is_plain(part) for part in parts):
-        return [torch.dot(flat, flat) for flat in (part.view(-1) for part in parts)]  # reads memory faster than a norm does
+        return [
+            torch.dot(flat, flat) for flat in (part.view(-1) for part in parts)
+        ]  # reads memory faster than a norm does
     if len({part.dtype == torch.float64 for part in parts}) == 1:
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
         return list(torch._foreach_norm(parts, 2.0, dtype=dtype))
-    return [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
+    return [
+        torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
+        for part in parts
+    ]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.float64)
+        and tensor.is_contiguous()
+    )
 
 
 def spread(entries: list[Entry], values: list[Tensor]) -> list[Tensor]:
     """One value a block, as tensors that broadcast against the local parts of the parameters, in float32 at least."""
     wide = [v.to(torch.promote_types(v.dtype, e.parameter.dtype)) for e, v in zip(entries, values)]
-    return [local_part(expand(v, e.blocks.split, e.parameter.ndim), e.parameter) for e, v in zip(entries, wide)]
+    return [
+        local_part(expand(v, e.blocks.split, e.parameter.ndim), e.parameter)
+        for e, v in zip(entries, wide)
+    ]
 
 
 def decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -351,4 +422,6 @@ def all_finite(entries: list[Entry], magnitudes: list[Tensor]) -> bool:
     for magnitude in magnitudes:
         by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
     broken = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
-    return not any(bool(largest_over_ranks(flag, [entry.parameter for entry in entries])) for flag in broken)
+    return not any(
+        bool(largest_over_ranks(flag, [entry.parameter for entry in entries])) for flag in broken
+    )

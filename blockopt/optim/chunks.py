@@ -8,15 +8,17 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-# Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU launches should be few.
+# Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU
+# launches should be few.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
 
 
 def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """The rows of `columns`, in lists of about one chunk; tensors larger than that are cut along their first dimension.
 
-    The first column holds the tensors to work on, the others tensors that go with them: of the same shape, or broadcast
-    against them. Under `torch.compile` all of it is one chunk, since the compiler does the fusing.
+    The first column holds the tensors to work on, the others tensors that go with them: of the same
+    shape, or broadcast against them. Under `torch.compile` all of it is one chunk, since the
+    compiler does the fusing.
 
     Example:
         >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(1200, 1000)])]
@@ -41,7 +43,9 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
             continue
         length = first.shape[0]
         rows_at_once = max(1, chunk * length // first.numel())
-        pieces = [t.split(rows_at_once) if t.ndim and t.shape[0] == length else repeat(t) for t in row]
+        pieces = [
+            t.split(rows_at_once) if t.ndim and t.shape[0] == length else repeat(t) for t in row
+        ]
         for piece in zip(*pieces):
             yield tuple([t] for t in piece)
     if pending:

@@ -15,7 +15,10 @@ def fused_kernel_serves(*columns: list[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
     return all(
-        t.device.type in FUSED_DEVICES and t.dtype == row[0].dtype and t.shape == row[0].shape and t.is_contiguous()
+        t.device.type in FUSED_DEVICES
+        and t.dtype == row[0].dtype
+        and t.shape == row[0].shape
+        and t.is_contiguous()
         for row in zip(*columns)
         for t in row
     )

@@ -17,19 +17,32 @@ from blockopt.optim.adamw import (
     check_adamw_options,
     new_adamw_state,
 )
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, decay, gradient_norms
+from blockopt.optim.base import (
+    BlockOptimizer,
+    Entry,
+    Parameters,
+    check_range,
+    decay,
+    gradient_norms,
+)
 
 HEAD_ROLES = frozenset({"query", "key", "value", "output"})
 MATRIX_ROLES = HEAD_ROLES | {"mlp_in", "mlp_gate", "mlp_out"}
-# Entries orthogonalised in one batch: enough to fill the device, few enough to bound the memory of temporaries.
+# Entries orthogonalised in one batch: enough to fill the device, few enough to bound the memory of
+# temporaries.
 CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def fastest_cpu_dtype() -> torch.dtype:
     """A CPU with instructions for bfloat16 multiplies it twice as fast as float32; one without is far slower at it."""
-    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return torch.bfloat16 if any(check is not None and check() for check in checks) else torch.float32
+    checks = [
+        getattr(torch.cpu, name, None)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    ]
+    return (
+        torch.bfloat16 if any(check is not None and check() for check in checks) else torch.float32
+    )
 
 
 CPU_DTYPE = fastest_cpu_dtype()
@@ -38,16 +51,18 @@ CPU_DTYPE = fastest_cpu_dtype()
 class BlockMuon(BlockOptimizer):
     r"""Muon for the matrices inside the layers, AdamW for all else, in one optimizer with one learning rate.
 
-    The query, key, value, output and MLP matrices move along their momentum with all singular values set to about 1, by
-    five steps of Newton and Schulz's iteration. Each matrix is what it would be if it were stored alone: a fused matrix is
-    taken apart, in any storage order. With :math:`A \times B` the shape of the matrix and :math:`s_b` the block's scale:
+    The query, key, value, output and MLP matrices move along their momentum with all singular
+    values set to about 1, by five steps of Newton and Schulz's iteration. Each matrix is what it
+    would be if it were stored alone: a fused matrix is taken apart, in any storage order. With
+    :math:`A \times B` the shape of the matrix and :math:`s_b` the block's scale:
 
     .. math:: p \leftarrow p - \eta\lambda p - \eta\, s_b\, 0.2 \sqrt{\max(A, B)}\; \mathrm{orthogonalize}(m)
 
-    The factor gives the update the root mean square that AdamW's has, so that one learning rate serves both. Embeddings, norms,
-    biases, the head and all other parameters take the step of `BlockAdamW`. On unsplit matrices with all scales 1 this is
-    `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, up to the dtype of the iteration: bfloat16, or float32 on a CPU
-    without instructions for bfloat16.
+    The factor gives the update the root mean square that AdamW's has, so that one learning rate
+    serves both. Embeddings, norms, biases, the head and all other parameters take the step of
+    `BlockAdamW`. On unsplit matrices with all scales 1 this is `torch.optim.Muon` with
+    `adjust_lr_fn="match_rms_adamw"`, up to the dtype of the iteration: bfloat16, or float32 on a
+    CPU without instructions for bfloat16.
 
     Args:
         params: What `param_groups(model)` returns.
@@ -55,15 +70,17 @@ class BlockMuon(BlockOptimizer):
         momentum: Decay rate of the momentum of the matrices.
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         nesterov: Look ahead by one step of momentum.
-        split_heads: Orthogonalize each head's query, key, value and output alone rather than the matrix of all heads. Off by
-            default because whole matrices trained better in our runs (README).
+        split_heads: Orthogonalize each head's query, key, value and output alone rather than the
+            matrix of all heads. Off by default because whole matrices trained better in our runs
+            (README).
         iterations: Number of Newton-Schulz steps.
         betas: Of AdamW, for the other parameters.
         eps: Of AdamW.
         second_moment: Of AdamW, `"coordinate"` or `"block"`.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
-            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
+            `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
+            first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `params` carry no blocks.
@@ -120,21 +137,38 @@ class BlockMuon(BlockOptimizer):
                 "Pass blockopt.param_groups(model) instead of model.parameters()."
             )
 
-    def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+    def _new_state(
+        self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
+    ) -> dict[str, Any]:
         if is_hidden_matrix(parameter, blocks):
-            return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+            return {
+                "momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            }
         return new_adamw_state(parameter, blocks, group)
 
     def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
         matrices, others = _divide(entries)
-        found = dict(zip(matrices, gradient_norms([entries[i].gradient for i in matrices])) if matrices else ())
-        found |= dict(zip(others, adamw_magnitudes([entries[i] for i in others], group)) if others else ())
+        found = dict(
+            zip(matrices, gradient_norms([entries[i].gradient for i in matrices]))
+            if matrices
+            else ()
+        )
+        found |= dict(
+            zip(others, adamw_magnitudes([entries[i] for i in others], group)) if others else ()
+        )
         return [found[i] for i in range(len(entries))]
 
-    def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+    ) -> None:
         matrices, others = _divide(entries)
         if others:
-            adamw_update([entries[i] for i in others], [magnitudes[i] for i in others], group, self._scaled_step())
+            adamw_update(
+                [entries[i] for i in others],
+                [magnitudes[i] for i in others],
+                group,
+                self._scaled_step(),
+            )
         if matrices:
             muon_update([entries[i] for i in matrices], group)
 
@@ -169,14 +203,18 @@ class Section(NamedTuple):
         self.target.sub_(update * (self.scale.to(update.dtype) * size))
 
 
-def sections(direction: Tensor, target: Tensor, scale: Tensor, blocks: Blocks, split_heads: bool) -> list[Section]:
+def sections(
+    direction: Tensor, target: Tensor, scale: Tensor, blocks: Blocks, split_heads: bool
+) -> list[Section]:
     """The sections of one parameter."""
     split = blocks.split
     if split is None:
         return [Section(direction[None, None], target[None, None], scale.view(1, 1, 1, 1), 1)]
     scales = scale.view(1 if split.pooled else split.repeat, -1).split(split.parts, dim=1)
     found = []
-    for role, d, t, s in zip(blocks.roles, _section_views(direction, split), _section_views(target, split), scales):
+    for role, d, t, s in zip(
+        blocks.roles, _section_views(direction, split), _section_views(target, split), scales
+    ):
         by_head = split_heads and role in HEAD_ROLES and not split.pooled
         number = d.shape[0] * d.shape[1] if by_head else 1
         found.append(Section(d, t, s[:, :, None, None], number))
@@ -193,18 +231,27 @@ def muon_update(entries: list[Entry], group: dict[str, Any]) -> None:
     """One step of Muon for the matrices of a group; those of equal shape run in batches."""
     pending: dict[torch.Size, list[Section]] = {}
     for entry in entries:
-        parameter, gradient = entry.parameter, -entry.gradient if group["maximize"] else entry.gradient
+        parameter, gradient = (
+            entry.parameter,
+            -entry.gradient if group["maximize"] else entry.gradient,
+        )
         buffer = entry.state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         direction = full(gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer)
         decay([local(parameter)], group)
         target = torch.zeros_like(direction) if is_sharded(parameter) else parameter
-        for section in sections(direction, target, entry.state["scale"], entry.blocks, group["split_heads"]):
+        for section in sections(
+            direction, target, entry.state["scale"], entry.blocks, group["split_heads"]
+        ):
             shape = section.matrices().shape[1:]
             batch = pending.setdefault(shape, [])
             batch.append(section)
-            if sum(s.number for s in batch) * shape.numel() >= (CPU_BATCH if parameter.device.type == "cpu" else GPU_BATCH):
+            if sum(s.number for s in batch) * shape.numel() >= (
+                CPU_BATCH if parameter.device.type == "cpu" else GPU_BATCH
+            ):
                 _orthogonalize_and_apply(pending.pop(shape), group)
-        if is_sharded(parameter):  # every rank has the whole update, and takes its part before the next is gathered
+        if is_sharded(
+            parameter
+        ):  # every rank has the whole update, and takes its part before the next is gathered
             while pending:
                 _orthogonalize_and_apply(pending.popitem()[1], group)
             local(parameter).add_(local_part(target, parameter))
@@ -215,7 +262,9 @@ def muon_update(entries: list[Entry], group: dict[str, Any]) -> None:
 def _orthogonalize_and_apply(batch: list[Section], group: dict[str, Any]) -> None:
     stacks = [section.matrices() for section in batch]
     dtype = iteration_dtype(stacks[0])
-    orthogonal = orthogonalize(torch.cat([stack.to(dtype) for stack in stacks]), group["iterations"])
+    orthogonal = orthogonalize(
+        torch.cat([stack.to(dtype) for stack in stacks]), group["iterations"]
+    )
     size = group["lr"] * (0.2 * math.sqrt(orthogonal.shape[2]))
     for section, part in zip(batch, orthogonal.split([section.number for section in batch])):
         section.apply(part, size)
@@ -231,7 +280,8 @@ def iteration_dtype(tensor: Tensor) -> torch.dtype:
 def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     """The nearest (semi-)orthogonal matrix of each matrix, roughly: singular values in about [0.7, 1.2].
 
-    Each step maps every singular value by the quintic a σ + b σ³ + c σ⁵ whose coefficients Jordan et al. chose for speed.
+    Each step maps every singular value by the quintic a σ + b σ³ + c σ⁵ whose coefficients Jordan
+    et al. chose for speed.
 
     Args:
         matrices: (number, rows, columns) with rows <= columns. Overwritten.

@@ -21,8 +21,9 @@ class BlockSGD(BlockOptimizer):
 
     .. math:: u \leftarrow \mu u + g, \qquad p \leftarrow p - \eta\lambda p - \eta\, s_b\, u
 
-    and :math:`g + \mu u` in place of :math:`u` in the second formula with `nesterov`. With all scales 1 and no decay this is
-    `torch.optim.SGD`; decay is decoupled here, and uses the unscaled learning rate.
+    and :math:`g + \mu u` in place of :math:`u` in the second formula with `nesterov`. With all
+    scales 1 and no decay this is `torch.optim.SGD`; decay is decoupled here, and uses the unscaled
+    learning rate.
 
     Args:
         params: What `param_groups(model)` returns, or anything that `torch.optim.SGD` takes.
@@ -31,8 +32,9 @@ class BlockSGD(BlockOptimizer):
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         nesterov: Look ahead by one step of momentum.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite: `"raise"`, or `"skip"` the step,
-            count it in `optimizer.nonfinite_steps` and warn the first time. Weights and state are untouched in both cases.
+        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
+            `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
+            first time. Weights and state are untouched in both cases.
 
     Raises:
         ValueError: If a hyperparameter is out of range.
@@ -71,16 +73,25 @@ class BlockSGD(BlockOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_range("momentum", group["momentum"], high=1.0)
         if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("Invalid nesterov=True with momentum=0. Nesterov needs a momentum, such as 0.9.")
+            raise ValueError(
+                "Invalid nesterov=True with momentum=0. Nesterov needs a momentum, such as 0.9."
+            )
 
-    def _new_state(self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+    def _new_state(
+        self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
+    ) -> dict[str, Any]:
         if group["momentum"] == 0:
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
-    def _update(self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+    ) -> None:
         lr, momentum = group["lr"], group["momentum"]
-        columns = [[local(entry.parameter) for entry in entries], [local(entry.gradient) for entry in entries]]
+        columns = [
+            [local(entry.parameter) for entry in entries],
+            [local(entry.gradient) for entry in entries],
+        ]
         if momentum:
             for entry in entries:  # a schedule may turn momentum on after steps without
                 if "momentum_buffer" not in entry.state:
@@ -91,13 +102,22 @@ class BlockSGD(BlockOptimizer):
             return
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):
-            factors = [[scale * lr for scale in spread(entries, [entry.state["scale"] for entry in entries])]]
+            factors = [
+                [
+                    scale * lr
+                    for scale in spread(entries, [entry.state["scale"] for entry in entries])
+                ]
+            ]
         for ps, gs, *rest in in_chunks(*columns, *factors):
             directions = list(torch._foreach_neg(gs)) if group["maximize"] else gs
             if momentum:
                 for g, u in zip(directions, rest[0]):
                     torch.add(g, u, alpha=momentum, out=u)
-                directions = list(torch._foreach_add(directions, rest[0], alpha=momentum)) if group["nesterov"] else rest[0]
+                directions = (
+                    list(torch._foreach_add(directions, rest[0], alpha=momentum))
+                    if group["nesterov"]
+                    else rest[0]
+                )
             decay(ps, group)
             if factors:
                 torch._foreach_addcmul_(ps, directions, rest[-1], value=-1)

@@ -4,8 +4,8 @@
     checkpoints/step-00000200.pt.sha256     its checksum, for us and for `sha256sum -c`
     run.lock, run.holder                    held by the process that trains, and who that is
 
-A file is written under another name, forced to disk, and renamed, which is atomic: at any moment a reader sees the old
-checkpoints or the old ones and the new one.
+A file is written under another name, forced to disk, and renamed, which is atomic: at any moment a
+reader sees the old checkpoints or the old ones and the new one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that there is a checkpoint of, from old to new."""
-        found = [re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt")]
+        found = [
+            re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt")
+        ]
         return sorted(int(match[1]) for match in found if match)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
@@ -73,7 +75,8 @@ class Checkpoints:
             state: Numbers, strings and tensors, nested; what `torch.load(weights_only=True)` takes.
 
         Raises:
-            CheckpointError: If it could not be written, such as on a full disk. Those before it are as they were.
+            CheckpointError: If it could not be written, such as on a full disk. Those before it are
+                as they were.
         """
         path, part = self.path(step), self.folder / f".{self.path(step).name}.part"
         try:
@@ -82,13 +85,19 @@ class Checkpoints:
                 torch.save(dict(state), file)
                 file.flush()
                 os.fsync(file.fileno())
-            # First the checksum: where the checkpoint is, so is its checksum, whenever the process ends.
+            # First the checksum: where the checkpoint is, so is its checksum, whenever the process
+            # ends.
             write_whole(_checksum_path(path), f"{sha256(part)}  {path.name}\n")
             part.replace(path)
             _sync_folder(self.folder)
-        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of some errors of the disk
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch makes a RuntimeError of some errors of the disk
             part.unlink(missing_ok=True)
-            raise CheckpointError(f"The checkpoint of step {step} could not be written: {error}. {self._left()}") from error
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written: {error}. {self._left()}"
+            ) from error
         for old in self.steps()[: -self.keep]:
             self.path(old).unlink(missing_ok=True)
             _checksum_path(self.path(old)).unlink(missing_ok=True)
@@ -97,7 +106,8 @@ class Checkpoints:
     def load_latest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest checkpoint that is whole, or None if there is none at all.
 
-        One that is not, such as one that was cut off by a copy, is passed over with a warning, and the one before it is taken.
+        One that is not, such as one that was cut off by a copy, is passed over with a warning, and
+        the one before it is taken.
 
         Raises:
             CheckpointError: If there are checkpoints, and none of them is whole.
@@ -110,10 +120,16 @@ class Checkpoints:
                 return step, load_checkpoint(self.path(step))
             except CheckpointError as error:
                 before = [other for other in steps if other < step]
-                then = f"Going on from step {before[-1]} instead." if before else "There is none before it."
+                then = (
+                    f"Going on from step {before[-1]} instead."
+                    if before
+                    else "There is none before it."
+                )
                 warnings.warn(f"{error} {then}", stacklevel=2)
         if steps:
-            raise CheckpointError(f"None of the {len(steps)} checkpoints in {self.folder} is whole. Start in another folder.")
+            raise CheckpointError(
+                f"None of the {len(steps)} checkpoints in {self.folder} is whole. Start in another folder."
+            )
         return None
 
     def describe_last(self) -> str:
@@ -139,10 +155,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         found = sha256(path)
         if found != expected:
             size = path.stat().st_size
-            raise CheckpointError(f"The checkpoint {path} ({size:,} bytes) is cut off or damaged: its checksum is wrong.")
+            raise CheckpointError(
+                f"The checkpoint {path} ({size:,} bytes) is cut off or damaged: its checksum is wrong."
+            )
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except (OSError, IndexError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"The checkpoint {path} or its checksum cannot be read: {error}.") from error
+        raise CheckpointError(
+            f"The checkpoint {path} or its checksum cannot be read: {error}."
+        ) from error
 
 
 @contextmanager
@@ -161,7 +181,11 @@ def run_lock(folder: Path) -> Iterator[None]:
             f"Another run trains in {folder} ({_holder(holder)}). Choose another folder, or end it."
         ) from None
     try:
-        about = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        about = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         write_whole(holder, json.dumps(about))
         yield
     finally:

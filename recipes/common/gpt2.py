@@ -1,7 +1,7 @@
 """GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head, GPT-2's initialisation.
 
-Options that papers on its Hessian study: norms after the residual connections or none, attention without softmax. Weights go
-to and from the GPT-2 of transformers, with the same logits.
+Options that papers on its Hessian study: norms after the residual connections or none, attention
+without softmax. Weights go to and from the GPT-2 of transformers, with the same logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class GPT2Config:
         width: Of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads.
-        norm: "pre", `x + f(LN(x))` with a norm at the end (GPT-2); "post", `LN(x + f(x))`; "none", `x + f(x)`.
+        norm: "pre", `x + f(LN(x))` with a norm at the end (GPT-2); "post", `LN(x + f(x))`; "none",
+            `x + f(x)`.
         attention: "softmax", or "linear", the masked scores themselves as in the ICLR 2025 paper.
     """
 
@@ -42,10 +43,17 @@ class GPT2Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be an integer >= 1.")
         if self.width % self.heads:
-            raise ValueError(f"Invalid width={self.width} for {self.heads} heads. Must be a multiple of heads.")
-        for name, choices in (("norm", ("pre", "post", "none")), ("attention", ("softmax", "linear"))):
+            raise ValueError(
+                f"Invalid width={self.width} for {self.heads} heads. Must be a multiple of heads."
+            )
+        for name, choices in (
+            ("norm", ("pre", "post", "none")),
+            ("attention", ("softmax", "linear")),
+        ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, choices))}.")
+                raise ValueError(
+                    f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, choices))}."
+                )
 
 
 PRESETS = {
@@ -69,7 +77,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         """Mix each position with those before it."""
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.c_attn(x).chunk(3, dim=-1)
+        )
         if self.attention == "softmax":
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D/H)
         else:
@@ -125,7 +136,9 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         self.apply(self._initialize)
-        for block in self.h:  # residual branches add up: keep the stream's variance independent of depth
+        for (
+            block
+        ) in self.h:  # residual branches add up: keep the stream's variance independent of depth
             for projection in (block.attn.c_proj, block.mlp.c_proj):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * config.depth))
 
@@ -139,15 +152,20 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # (B, T)
         """The logits (B, T, V), or the mean cross-entropy if targets are given."""
         if tokens.shape[1] > self.config.context:
-            raise ValueError(f"Invalid sequence of {tokens.shape[1]} tokens. Must be at most context={self.config.context}.")
+            raise ValueError(
+                f"Invalid sequence of {tokens.shape[1]} tokens. Must be at most context={self.config.context}."
+            )
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
 
 
-# What our GPT-2 does not have, with the values under which the GPT-2 of transformers does not have it either.
+# What our GPT-2 does not have, with the values under which the GPT-2 of transformers does not have
+# it either.
 HF_FIXED = {
     "activation_function": "gelu_new",
     "add_cross_attention": False,
@@ -169,10 +187,14 @@ def from_huggingface(model: Any) -> GPT2:
     given["n_inner"] = hf.n_inner or 4 * hf.n_embd
     for name, value in {**HF_FIXED, "n_inner": 4 * hf.n_embd}.items():
         if given[name] != value:
-            raise ValueError(f"Invalid {name}={given[name]!r} in the config. Must be {value!r}: our GPT-2 has no other.")
+            raise ValueError(
+                f"Invalid {name}={given[name]!r} in the config. Must be {value!r}: our GPT-2 has no other."
+            )
     config = GPT2Config(hf.vocab_size, hf.n_positions, hf.n_embd, hf.n_layer, hf.n_head)
     ours = GPT2(config).to(model.dtype)
-    theirs = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
+    theirs = {
+        name.removeprefix("transformer."): value for name, value in model.state_dict().items()
+    }
     ours.load_state_dict({name: _transposed(name, theirs[name]) for name in ours.state_dict()})
     return ours
 
@@ -190,15 +212,32 @@ def to_huggingface(model: GPT2) -> Any:
         raise ValueError(
             f"Invalid norm={config.norm!r}, attention={config.attention!r}. Must be 'pre' and 'softmax' for transformers."
         )
-    sizes = {"n_positions": config.context, "n_embd": config.width, "n_layer": config.depth, "n_head": config.heads}
+    sizes = {
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.depth,
+        "n_head": config.heads,
+    }
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     tokens = {"vocab_size": config.vocab_size, "bos_token_id": None, "eos_token_id": None}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**tokens, **sizes, **dropout)).to(model.wte.weight.dtype)
-    prefix = {name: name if name.startswith("lm_head") else f"transformer.{name}" for name in model.state_dict()}
-    theirs.load_state_dict({prefix[name]: _transposed(name, value) for name, value in model.state_dict().items()})
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**tokens, **sizes, **dropout)).to(
+        model.wte.weight.dtype
+    )
+    prefix = {
+        name: name if name.startswith("lm_head") else f"transformer.{name}"
+        for name in model.state_dict()
+    }
+    theirs.load_state_dict(
+        {prefix[name]: _transposed(name, value) for name, value in model.state_dict().items()}
+    )
     return theirs.eval()
 
 
 def _transposed(name: str, value: Tensor) -> Tensor:
     """The matrices of transformers' `Conv1D` are stored the other way round."""
-    return value.t() if name.startswith("h.") and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else value
+    return (
+        value.t()
+        if name.startswith("h.")
+        and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        else value
+    )

@@ -9,7 +9,8 @@
 | `adam-mini`, `schedulefree` | from the packages of these names |
 | `soap`, `sophia` | `SOAP` and `SophiaH` of the package pytorch-optimizer |
 
-Decay is decoupled from the gradient, except in `sgd` and in some of torch-optimizer, which add it to the gradient.
+Decay is decoupled from the gradient, except in `sgd` and in some of torch-optimizer, which add it
+to the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ from blockopt.blocks import from_plain
 from blockopt.optim.muon import is_hidden_matrix
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
-NAMES = (*OURS, "adamw", "sgd", "muon", "adam-mini", "soap", "sophia", "schedulefree", "torch_optimizer:NAME")
+NAMES = (
+    *OURS,
+    "adamw",
+    "sgd",
+    "muon",
+    "adam-mini",
+    "soap",
+    "sophia",
+    "schedulefree",
+    "torch_optimizer:NAME",
+)
 # Name: the module it comes from, and the package to install for it.
 PACKAGES = {
     "adam-mini": ("adam_mini", "adam-mini"),
@@ -39,7 +50,10 @@ PACKAGES = {
     "schedulefree": ("schedulefree", "schedulefree"),
     "torch_optimizer": ("torch_optimizer", "torch-optimizer"),
 }
-BETAS = {"soap": (0.95, 0.95), "sophia": (0.96, 0.99)}  # as their papers have them; (0.9, 0.95) for all others
+BETAS = {
+    "soap": (0.95, 0.95),
+    "sophia": (0.96, 0.99),
+}  # as their papers have them; (0.9, 0.95) for all others
 NOT_BY_NAME = {
     "Lookahead": "wraps another optimizer",
     "Adahessian": "needs a graph of the gradient in each step",
@@ -62,10 +76,14 @@ def check_optimizer(name: str) -> None:
         if chosen in NOT_BY_NAME:
             raise ValueError(f"Invalid optimizer {name!r}: it {NOT_BY_NAME[chosen]}. Take another.")
         if chosen and not _is_optimizer(getattr(module, chosen, None)):
-            known = sorted(n for n, c in vars(module).items() if _is_optimizer(c) and n not in NOT_BY_NAME)
+            known = sorted(
+                n for n, c in vars(module).items() if _is_optimizer(c) and n not in NOT_BY_NAME
+            )
             raise ValueError(f"Invalid optimizer {name!r}. torch-optimizer has {', '.join(known)}.")
     if name == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ModuleNotFoundError(f"Optimizer 'muon' needs torch 2.9 or later, this is {torch.__version__}.")
+        raise ModuleNotFoundError(
+            f"Optimizer 'muon' needs torch 2.9 or later, this is {torch.__version__}."
+        )
 
 
 def _module(package: str, name: str) -> Any:
@@ -75,11 +93,17 @@ def _module(package: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ModuleNotFoundError(f"Optimizer {name!r} needs the package {to_install}: pip install {to_install}") from None
+        raise ModuleNotFoundError(
+            f"Optimizer {name!r} needs the package {to_install}: pip install {to_install}"
+        ) from None
 
 
 def _is_optimizer(candidate: Any) -> bool:
-    return inspect.isclass(candidate) and issubclass(candidate, Optimizer) and candidate is not Optimizer
+    return (
+        inspect.isclass(candidate)
+        and issubclass(candidate, Optimizer)
+        and candidate is not Optimizer
+    )
 
 
 def build_optimizer(
@@ -101,11 +125,13 @@ def build_optimizer(
         weight_decay: Of matrices, norms excepted; 0 for all else.
         betas: Of those with two moments; what is usual for each by default.
         momentum: Of those with a momentum of SGD (default 0.9) or Muon (default 0.95).
-        curvature: What a `BlockLR` that will be attached is to measure. If given, an optimizer that is not blockopt's gets
-            one group a parameter, so that each can have its own learning rate.
+        curvature: What a `BlockLR` that will be attached is to measure. If given, an optimizer that
+            is not blockopt's gets one group a parameter, so that each can have its own learning
+            rate.
 
     Raises:
-        ValueError: If the name is unknown, an option is out of range, or the optimizer cannot serve the model.
+        ValueError: If the name is unknown, an option is out of range, or the optimizer cannot serve
+            the model.
         ModuleNotFoundError: If its package is not installed; the message says which to install.
 
     Example:
@@ -116,7 +142,9 @@ def build_optimizer(
     check_optimizer(name)
     betas = BETAS.get(name, (0.9, 0.95)) if betas is None else betas
     by_parameter = curvature is not None and name not in OURS
-    groups = blockopt.param_groups(model, weight_decay=weight_decay, by="parameter" if by_parameter else "role")
+    groups = blockopt.param_groups(
+        model, weight_decay=weight_decay, by="parameter" if by_parameter else "role"
+    )
     sgd_momentum = 0.9 if momentum is None else momentum
     muon_momentum = 0.95 if momentum is None else momentum
     if name in ("block-adamw", "block-adamw-block"):
@@ -141,10 +169,14 @@ def build_optimizer(
     if name in ("soap", "sophia"):
         module = _module(name, name)
         return (module.SOAP if name == "soap" else module.SophiaH)(groups, lr=lr, betas=betas)
-    return _of_torch_optimizer(name.partition(":")[2], groups, {"lr": lr, "betas": betas, "momentum": sgd_momentum})
+    return _of_torch_optimizer(
+        name.partition(":")[2], groups, {"lr": lr, "betas": betas, "momentum": sgd_momentum}
+    )
 
 
-def _of_torch_optimizer(name: str, groups: list[dict[str, Any]], wanted: dict[str, Any]) -> Optimizer:
+def _of_torch_optimizer(
+    name: str, groups: list[dict[str, Any]], wanted: dict[str, Any]
+) -> Optimizer:
     """The class of this name, with those options that it has; AggMo's three betas are its own."""
     cls = getattr(_module("torch_optimizer", name), name)
     known = inspect.signature(cls).parameters
@@ -152,25 +184,50 @@ def _of_torch_optimizer(name: str, groups: list[dict[str, Any]], wanted: dict[st
         wanted = {key: value for key, value in wanted.items() if key != "betas"}
     options = {key: value for key, value in wanted.items() if key in known}
     if name.startswith("A2Grad"):
-        warnings.warn(f"{name} sets its own step sizes: learning rate, schedule and weight decay do nothing.", stacklevel=3)
+        warnings.warn(
+            f"{name} sets its own step sizes: learning rate, schedule and weight decay do nothing.",
+            stacklevel=3,
+        )
     if name == "Adafactor":
-        options |= {"relative_step": False, "scale_parameter": False}  # or it would not take our learning rate
+        options |= {
+            "relative_step": False,
+            "scale_parameter": False,
+        }  # or it would not take our learning rate
     # Written for older versions of torch: parameters without names.
-    plain = [{"params": [p for _, p in group["params"]], "weight_decay": group["weight_decay"]} for group in groups]
+    plain = [
+        {"params": [p for _, p in group["params"]], "weight_decay": group["weight_decay"]}
+        for group in groups
+    ]
     return cls(plain, **options)
 
 
-def _adam_mini(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]) -> Optimizer:
+def _adam_mini(
+    model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> Optimizer:
     """Adam-mini finds its blocks by name, in matrices stored as those of `nn.Linear`."""
     if any(type(module).__name__ == "Conv1D" for module in model.modules()):
-        raise ValueError("Optimizer 'adam-mini' reads heads and neurons from rows, and this model's Conv1D has columns.")
+        raise ValueError(
+            "Optimizer 'adam-mini' reads heads and neurons from rows, and this model's Conv1D has columns."
+        )
     config: Any = model.config
     width = getattr(config, "width", None) or config.hidden_size
     heads = getattr(config, "heads", None) or config.num_attention_heads
-    sizes = {"dim": width, "n_heads": heads, "n_kv_heads": getattr(config, "num_key_value_heads", heads)}
+    sizes = {
+        "dim": width,
+        "n_heads": heads,
+        "n_kv_heads": getattr(config, "num_key_value_heads", heads),
+    }
     cls = _module("adam-mini", "adam-mini").Adam_mini
-    optimizer = cls(model.named_parameters(), lr=lr, betas=betas, weight_decay=weight_decay, verbose=False, **sizes)
-    # A fused matrix has the heads of query, key and value one after another: as many blocks of the size it expects.
+    optimizer = cls(
+        model.named_parameters(),
+        lr=lr,
+        betas=betas,
+        weight_decay=weight_decay,
+        verbose=False,
+        **sizes,
+    )
+    # A fused matrix has the heads of query, key and value one after another: as many blocks of the
+    # size it expects.
     optimizer.wqk_names.add("c_attn")
     optimizer.attn_proj_names.add("attn.c_proj")
     optimizer.embd_names.add("wpe")
@@ -180,7 +237,8 @@ def _adam_mini(model: nn.Module, lr: float, weight_decay: float, betas: tuple[fl
 class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for the matrices inside the layers and `torch.optim.AdamW` for the rest, as one optimizer.
 
-    Muon's step has the root mean square of AdamW's (`match_rms_adamw`), so that one learning rate serves both.
+    Muon's step has the root mean square of AdamW's (`match_rms_adamw`), so that one learning rate
+    serves both.
 
     Args:
         groups: What `blockopt.param_groups` returns, with weight decay.
@@ -189,19 +247,33 @@ class MuonWithAdamW(Optimizer):
         momentum: Of Muon.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], momentum: float) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], momentum: float
+    ) -> None:
         parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
             pairs = list(zip(group["params"], group["blocks"]))
             for hidden in (True, False):
-                chosen = [(p, blocks) for p, blocks in pairs if is_hidden_matrix(p[1], from_plain(blocks)) == hidden]
+                chosen = [
+                    (p, blocks)
+                    for p, blocks in pairs
+                    if is_hidden_matrix(p[1], from_plain(blocks)) == hidden
+                ]
                 if chosen:
-                    parts[hidden].append({**group, "params": [p for p, _ in chosen], "blocks": [b for _, b in chosen]})
+                    parts[hidden].append(
+                        {
+                            **group,
+                            "params": [p for p, _ in chosen],
+                            "blocks": [b for _, b in chosen],
+                        }
+                    )
         if not parts[True] or not parts[False]:
             raise ValueError(
                 "Optimizer 'muon' needs matrices inside of layers and other parameters; the model lacks one of both."
             )
-        self._muon = torch.optim.Muon(parts[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._muon = torch.optim.Muon(
+            parts[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
         self._adamw = torch.optim.AdamW(parts[False], lr=lr, betas=betas)
         made = [{**g, "algorithm": "muon"} for g in self._muon.param_groups]
         made += [{**g, "algorithm": "adamw"} for g in self._adamw.param_groups]
@@ -214,7 +286,8 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, part in (("muon", self._muon), ("adamw", self._adamw)):
-            # Handed over each time: loading a checkpoint and sharding a model replace groups and parameters.
+            # Handed over each time: loading a checkpoint and sharding a model replace groups and
+            # parameters.
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             part.step()
@@ -236,8 +309,15 @@ def take_step(optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
         loss: Of a batch, by a model that DDP does not wrap.
     """
     inner = unwrapped(optimizer)
-    if type(inner).__name__ == "SophiaH" and inner.param_groups[0].get("step", 0) % inner.update_period == 0:
-        inner.step(hessian=hessian_diagonal([p for group in inner.param_groups for p in group["params"]], loss))
+    if (
+        type(inner).__name__ == "SophiaH"
+        and inner.param_groups[0].get("step", 0) % inner.update_period == 0
+    ):
+        inner.step(
+            hessian=hessian_diagonal(
+                [p for group in inner.param_groups for p in group["params"]], loss
+            )
+        )
     else:
         optimizer.step()
 
@@ -249,7 +329,9 @@ def hessian_diagonal(parameters: list[Tensor], loss: Callable[[], Tensor]) -> li
         ValueError: If a parameter is sharded, for which there are no second derivatives.
     """
     if any(hasattr(p, "placements") for p in parameters):
-        raise ValueError("Optimizer 'sophia' needs whole parameters. Train with DDP, or choose another under FSDP2.")
+        raise ValueError(
+            "Optimizer 'sophia' needs whole parameters. Train with DDP, or choose another under FSDP2."
+        )
     with (
         torch.enable_grad(),
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),

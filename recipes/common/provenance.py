@@ -22,7 +22,9 @@ def git_commit() -> str | None:
     """The commit of this repository, with "-dirty" if files differ from it; None outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

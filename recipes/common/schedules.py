@@ -1,7 +1,7 @@
 """Learning rate schedules as pure functions of the step: nothing to save, a resumed run has the same.
 
-Each gives the factor of the peak learning rate in step `step` (from 0) of `steps`. All warm up linearly, `(step + 1) / warmup`
-in step `step`, and reach 1 at `step = warmup` at the latest.
+Each gives the factor of the peak learning rate in step `step` (from 0) of `steps`. All warm up
+linearly, `(step + 1) / warmup` in step `step`, and reach 1 at `step = warmup` at the latest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def cosine(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> flo
         >>> [round(cosine(step, 4), 3) for step in range(5)]
         [1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    return _decayed(step, steps, warmup, lambda t: final + (1 - final) * (1 + math.cos(math.pi * t)) / 2)
+    return _decayed(
+        step, steps, warmup, lambda t: final + (1 - final) * (1 + math.cos(math.pi * t)) / 2
+    )
 
 
 def linear(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> float:
@@ -40,7 +42,9 @@ def wsd(step: int, steps: int, *, warmup: int = 0, final: float = 0.0, decay: fl
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if not 0 < decay <= 1:
-        raise ValueError(f"Invalid decay={decay}. Must be in (0, 1], the part of the steps that decays.")
+        raise ValueError(
+            f"Invalid decay={decay}. Must be in (0, 1], the part of the steps that decays."
+        )
     start = max(warmup, steps - max(1, round(decay * steps)))
     return _decayed(step, steps, warmup, lambda t: 1 - (1 - final) * t, start)
 
@@ -55,7 +59,9 @@ def constant(step: int, steps: int, *, warmup: int = 0) -> float:
     return _decayed(step, steps, warmup, lambda t: 1.0)
 
 
-def schedule(name: str, step: int, steps: int, *, warmup: int = 0, final: float = 0.0, decay: float = 0.2) -> float:
+def schedule(
+    name: str, step: int, steps: int, *, warmup: int = 0, final: float = 0.0, decay: float = 0.2
+) -> float:
     """The factor of the schedule of this name.
 
     Args:
@@ -84,10 +90,14 @@ def schedule(name: str, step: int, steps: int, *, warmup: int = 0, final: float 
     raise ValueError(f"Invalid schedule {name!r}. Must be one of {', '.join(SCHEDULES)}.")
 
 
-def _decayed(step: int, steps: int, warmup: int, factor: Callable[[float], float], start: int | None = None) -> float:
+def _decayed(
+    step: int, steps: int, warmup: int, factor: Callable[[float], float], start: int | None = None
+) -> float:
     """The warm-up, or `factor` of the time from `start`, 0, to the end, 1."""
     if not 0 <= warmup < max(steps, 1):
-        raise ValueError(f"Invalid warmup={warmup} of {steps} steps. Must be >= 0 and less than steps.")
+        raise ValueError(
+            f"Invalid warmup={warmup} of {steps} steps. Must be >= 0 and less than steps."
+        )
     if step < 0:
         raise ValueError(f"Invalid step={step}. Must be >= 0.")
     if step < warmup:

@@ -1,10 +1,11 @@
 """What is compared: each arm is an optimizer, where its block scales come from, and the space that it is tuned over.
 
-Tuned are the learning rate, what an arm adds to it, and weight decay, in this order. All else is fixed, alike where it means
-the same: betas (0.9, 0.95) for everything of Adam's kind and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon,
-clipping at norm 1, decay of matrices only. Scales by curvature are refreshed about 20 times a run, one a role
-(`BlockLR(by="role")`). A control takes power and decay from the arm that it controls, as tuned, and tunes its learning rate
-alone: the spread of the scales is the same, and only their places differ.
+Tuned are the learning rate, what an arm adds to it, and weight decay, in this order. All else is
+fixed, alike where it means the same: betas (0.9, 0.95) for everything of Adam's kind and (0.95,
+0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon, clipping at norm 1, decay of matrices only.
+Scales by curvature are refreshed about 20 times a run, one a role (`BlockLR(by="role")`). A control
+takes power and decay from the arm that it controls, as tuned, and tunes its learning rate alone:
+the spread of the scales is the same, and only their places differ.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Arm:
         name: Short, for tables and `--arms`.
         about: One line for the report.
         optimizer: A name that `build_optimizer` knows.
-        space: What is tuned, learning rate first. Axes that end in "_ratio" multiply the learning rate of a kind of parameter.
-        scales: Where the block scales come from: None, "ratios" (the published ones), or a curvature of `BlockLR`.
+        space: What is tuned, learning rate first. Axes that end in "_ratio" multiply the learning
+            rate of a kind of parameter.
+        scales: Where the block scales come from: None, "ratios" (the published ones), or a
+            curvature of `BlockLR`.
         control: None, "shuffled" or "inverted".
         base: Of a control, the arm whose tuned values it takes, all but the learning rate.
         ours: Whether the optimizer is blockopt's.
@@ -58,7 +61,12 @@ class Arm:
 
     def recipe(self) -> dict[str, Any]:
         """All of it that decides how a run goes, besides the tuned values."""
-        return {"optimizer": self.optimizer, "scales": self.scales, "control": self.control, "refreshes": REFRESHES}
+        return {
+            "optimizer": self.optimizer,
+            "scales": self.scales,
+            "control": self.control,
+            "refreshes": REFRESHES,
+        }
 
     @property
     def names(self) -> list[str]:
@@ -85,7 +93,12 @@ def _arms() -> dict[str, Arm]:
             (ADAM_LR, DECAY),
             scales="ratios",
         ),
-        Arm("adam-mini", "Adam-mini, values by head as in the fused matrix", "adam-mini", (ADAM_LR, DECAY)),
+        Arm(
+            "adam-mini",
+            "Adam-mini, values by head as in the fused matrix",
+            "adam-mini",
+            (ADAM_LR, DECAY),
+        ),
         Arm(
             "muon",
             "torch.optim.Muon on matrices, fused ones as a whole; AdamW on the rest",
@@ -103,13 +116,39 @@ def _arms() -> dict[str, Arm]:
     for base, (title, lr, decay) in bases.items():
         about = f"{title}, all scales 1{KNOWN_AS.get(base, '')}"
         arms.append(Arm(base, about, base, (lr, decay), ours=True))
-        for curvature, what in (("analytic", "analytic Gauss-Newton curvature"), ("newton", "estimated curvature over slope")):
+        for curvature, what in (
+            ("analytic", "analytic Gauss-Newton curvature"),
+            ("newton", "estimated curvature over slope"),
+        ):
             about = f"{title}, scales from {what}"
-            arms.append(Arm(f"{base}+{curvature}", about, base, (lr, POWER, decay), scales=curvature, ours=True))
-    for scales, base in (("newton", "block-adamw+newton"), ("analytic", "block-adamw+analytic"), ("ratios", "adamw-ratios")):
+            arms.append(
+                Arm(
+                    f"{base}+{curvature}",
+                    about,
+                    base,
+                    (lr, POWER, decay),
+                    scales=curvature,
+                    ours=True,
+                )
+            )
+    for scales, base in (
+        ("newton", "block-adamw+newton"),
+        ("analytic", "block-adamw+analytic"),
+        ("ratios", "adamw-ratios"),
+    ):
         for control in ("shuffled", "inverted"):
             about = f"Control: {base} with its scales {control}"
-            arms.append(Arm(f"{base}-{control}", about, "block-adamw", (ADAM_LR,), scales=scales, control=control, base=base))
+            arms.append(
+                Arm(
+                    f"{base}-{control}",
+                    about,
+                    "block-adamw",
+                    (ADAM_LR,),
+                    scales=scales,
+                    control=control,
+                    base=base,
+                )
+            )
     return {arm.name: arm for arm in arms}
 
 
@@ -125,7 +164,9 @@ class Training:
     block_lr: blockopt.BlockLR | None
 
 
-def build(arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int, seed: int) -> Training:
+def build(
+    arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int, seed: int
+) -> Training:
     """The optimizer of an arm, and its `BlockLR` if it has one.
 
     Args:
@@ -139,30 +180,51 @@ def build(arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int
         ValueError: If a value is missing or unknown.
     """
     if sorted(values) != sorted(arm.names):
-        raise ValueError(f"Invalid hyperparameters {sorted(values)} of {arm.name}. Must be {sorted(arm.names)}.")
-    optimizer = build_optimizer(arm.optimizer, model, values["lr"], weight_decay=values["weight_decay"])
+        raise ValueError(
+            f"Invalid hyperparameters {sorted(values)} of {arm.name}. Must be {sorted(arm.names)}."
+        )
+    optimizer = build_optimizer(
+        arm.optimizer, model, values["lr"], weight_decay=values["weight_decay"]
+    )
     _scale_groups(optimizer, model, values)
     if arm.scales is None:
         return Training(optimizer, None)
     if arm.scales == "ratios":
         scales = blockopt.sharpness_disparity(model)
-        scales = scales if arm.control is None else controlled(scales, model, arm.control, SHUFFLE_SEED)
+        scales = (
+            scales if arm.control is None else controlled(scales, model, arm.control, SHUFFLE_SEED)
+        )
         optimizer.set_block_scales(scales)
         return Training(optimizer, None)
     kind = ShuffledBlockLR if arm.control == "shuffled" else blockopt.BlockLR
     power = -values["power"] if arm.control == "inverted" else values["power"]
     every = max(1, steps // REFRESHES)
-    return Training(optimizer, kind(optimizer, model, curvature=arm.scales, every=every, power=power, seed=seed))
+    return Training(
+        optimizer, kind(optimizer, model, curvature=arm.scales, every=every, power=power, seed=seed)
+    )
 
 
-def _scale_groups(optimizer: torch.optim.Optimizer, model: nn.Module, values: Mapping[str, float]) -> None:
+def _scale_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, values: Mapping[str, float]
+) -> None:
     """Multiply the learning rate of each group by the ratio of its kind of parameter, for arms that have such ratios."""
-    ratios = {name.removesuffix("_ratio"): value for name, value in values.items() if name.endswith("_ratio")}
+    ratios = {
+        name.removesuffix("_ratio"): value
+        for name, value in values.items()
+        if name.endswith("_ratio")
+    }
     if not ratios:
         return
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     for group in optimizer.param_groups:
-        kinds = {"embedding" if id(p) in embeddings else "vector" if p.ndim < 2 else "matrix" for p in group["params"]}
+        kinds = {
+            "embedding" if id(p) in embeddings else "vector" if p.ndim < 2 else "matrix"
+            for p in group["params"]
+        }
         if len(kinds) != 1:
-            raise ValueError(f"A group of {type(optimizer).__name__} mixes {sorted(kinds)}, which need one learning rate each.")
+            raise ValueError(
+                f"A group of {type(optimizer).__name__} mixes {sorted(kinds)}, which need one learning rate each."
+            )
         group["lr"] *= ratios.get(kinds.pop(), 1.0)

@@ -1,7 +1,8 @@
 """Controls for learning rates by block: the same multipliers given to the wrong blocks.
 
-If shuffled scales train as well as measured ones, the measurement was not what helped; inverted ones should do harm. Both keep
-the spread of the scales and their geometric mean over all weights, so that `lr` means the same in every arm.
+If shuffled scales train as well as measured ones, the measurement was not what helped; inverted
+ones should do harm. Both keep the spread of the scales and their geometric mean over all weights,
+so that `lr` means the same in every arm.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from blockopt.blocks import Blocks
 from blockopt.blocks.groups import block_groups
 from blockopt.blocks.split import block_numel
 
-SHUFFLE_SEED = 0  # one assignment for all runs: the learning rate is tuned for the very places that are tested
+SHUFFLE_SEED = (
+    0  # one assignment for all runs: the learning rate is tuned for the very places that are tested
+)
 
 
 def role_cycle(roles: list[str], seed: int) -> dict[str, str]:
@@ -35,7 +38,10 @@ def role_cycle(roles: list[str], seed: int) -> dict[str, str]:
 
 
 def shuffle_roles(
-    values: Mapping[str, Tensor], model: nn.Module, seed: int, blocks: Mapping[str, Blocks] | None = None
+    values: Mapping[str, Tensor],
+    model: nn.Module,
+    seed: int,
+    blocks: Mapping[str, Blocks] | None = None,
 ) -> dict[str, Tensor]:
     """Give every block of a role the mean value of another role.
 
@@ -49,7 +55,9 @@ def shuffle_roles(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     labels, groups = block_groups(blocks, "role")
     group = torch.cat([groups[name] for name in blocks])
-    weight = torch.cat([block_numel(shapes[name], entry.split).double() for name, entry in blocks.items()])
+    weight = torch.cat(
+        [block_numel(shapes[name], entry.split).double() for name, entry in blocks.items()]
+    )
     value = torch.cat([values[name].detach().cpu().double() for name in blocks])
     means = torch.bincount(group, value * weight) / torch.bincount(group, weight)
     cycle = role_cycle(labels, seed)
@@ -57,7 +65,9 @@ def shuffle_roles(
     return {name: means[source[groups[name]]].to(values[name].dtype) for name in blocks}
 
 
-def controlled(scales: Mapping[str, Tensor], model: nn.Module, control: str, seed: int) -> dict[str, Tensor]:
+def controlled(
+    scales: Mapping[str, Tensor], model: nn.Module, control: str, seed: int
+) -> dict[str, Tensor]:
     """Fixed scales, shuffled among roles or inverted (`1 / scale`), with a geometric mean of 1 over all weights.
 
     Raises:

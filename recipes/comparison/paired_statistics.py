@@ -1,6 +1,7 @@
 """Means with standard errors, paired differences with confidence intervals, and steps to a target loss.
 
-Nothing here needs scipy: the number of seeds is an integer, for which Student's distribution is a finite sum.
+Nothing here needs scipy: the number of seeds is an integer, for which Student's distribution is a
+finite sum.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Crossing(NamedTuple):
     """The number of steps at which a loss is reached.
 
     Attributes:
-        steps: Interpolated between two lengths; the shortest or longest length if it lies outside of them.
-        kind: "at", "before" (already the shortest run that did not diverge is better) or "after" (not even the longest run
-            reaches it).
+        steps: Interpolated between two lengths; the shortest or longest length if it lies outside
+            of them.
+        kind: "at", "before" (already the shortest run that did not diverge is better) or "after"
+            (not even the longest run reaches it).
     """
 
     steps: float
@@ -50,7 +52,9 @@ def student_cdf(t: float, degrees: int) -> float:
         0.75
     """
     if degrees < 1:
-        raise ValueError(f"Invalid degrees={degrees}. Must be >= 1: an interval needs at least two values.")
+        raise ValueError(
+            f"Invalid degrees={degrees}. Must be >= 1: an interval needs at least two values."
+        )
     angle = math.atan2(t, math.sqrt(degrees))
     sine, squared = math.sin(angle), math.cos(angle) ** 2
     odd = degrees % 2 == 1
@@ -100,7 +104,9 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     return Estimate(mean, error, mean - half, mean + half, count)
 
 
-def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95) -> Estimate:
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
+) -> Estimate:
     """Estimate of `values - baseline`, seed by seed: what the seed does to both cancels.
 
     Args:
@@ -116,10 +122,14 @@ def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]
         0.5
     """
     if values.keys() != baseline.keys():
-        raise ValueError(f"Invalid seeds {sorted(values)} against {sorted(baseline)}. Paired runs must have the same.")
+        raise ValueError(
+            f"Invalid seeds {sorted(values)} against {sorted(baseline)}. Paired runs must have the same."
+        )
     seeds = [seed for seed in values if math.isfinite(baseline[seed])]
     if len(seeds) < len(values):
-        return Estimate(math.nan, math.nan, math.nan, math.nan, len(values))  # nothing to compare with
+        return Estimate(
+            math.nan, math.nan, math.nan, math.nan, len(values)
+        )  # nothing to compare with
     return estimate([values[seed] - baseline[seed] for seed in seeds], confidence)
 
 
@@ -169,8 +179,9 @@ def holm(p_values: Mapping[str, float], level: float = 0.05) -> list[str]:
 def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     """Steps that a run of its own length, with its own decay to zero, would need to end at `target`.
 
-    Between the two neighbouring lengths the final loss is taken to be linear in the logarithm of the number of steps. It is
-    never a point inside of a longer run, whose learning rate has not come down yet.
+    Between the two neighbouring lengths the final loss is taken to be linear in the logarithm of
+    the number of steps. It is never a point inside of a longer run, whose learning rate has not
+    come down yet.
 
     Args:
         losses: `{steps of a whole run: its final loss}`.
@@ -190,7 +201,9 @@ def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     for short, long in itertools.pairwise(lengths):
         if losses[long] <= target:  # so the shorter one is above
             drop = losses[short] - losses[long]
-            if not math.isfinite(drop):  # the shorter run diverged: where between the two it is reached is not known
+            if not math.isfinite(
+                drop
+            ):  # the shorter run diverged: where between the two it is reached is not known
                 return Crossing(long, "before")
             return Crossing(short * (long / short) ** ((losses[short] - target) / drop), "at")
     return Crossing(lengths[-1], "after")
@@ -199,8 +212,8 @@ def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
 def mean_crossing(crossings: Sequence[Crossing]) -> tuple[Estimate, str]:
     """Estimate of the logarithm of the steps over seeds, and its kind: "at" only if each seed's is.
 
-    Where some seeds do not reach the target the mean is a bound on one side: "after" (at least that many) or "before" (at
-    most); with both among the seeds it is "mixed".
+    Where some seeds do not reach the target the mean is a bound on one side: "after" (at least that
+    many) or "before" (at most); with both among the seeds it is "mixed".
     """
     kinds = {crossing.kind for crossing in crossings} - {"at"}
     kind = kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "at"

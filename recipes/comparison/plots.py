@@ -45,7 +45,9 @@ def plots(comparison: Comparison) -> dict[str, Callable[[Theme], Figure]]:
     if any(_scales(row) for row in comparison.rows):
         chosen["scales"] = scales
     chosen["tuning"] = tuning
-    return {name: (lambda theme, draw=draw: draw(comparison, theme)) for name, draw in chosen.items()}
+    return {
+        name: (lambda theme, draw=draw: draw(comparison, theme)) for name, draw in chosen.items()
+    }
 
 
 def differences(comparison: Comparison, theme: Theme) -> Figure:
@@ -54,11 +56,24 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     figure, (axes,) = _figure(theme, 1, 0.9 + 0.28 * len(rows))
     for height, row in enumerate(rows):
         seeds = [r.final for r in row.outcome.tests[comparison.study.steps].values()]
-        base = [r.final for r in comparison.row(BASELINE).outcome.tests[comparison.study.steps].values()]
+        base = [
+            r.final for r in comparison.row(BASELINE).outcome.tests[comparison.study.steps].values()
+        ]
         color = {"better": theme.better, "worse": theme.worse}.get(row.verdict, theme.neutral)
-        axes.plot([a - b for a, b in zip(seeds, base)], [height] * len(seeds), ".", color=color, alpha=0.35)
+        axes.plot(
+            [a - b for a, b in zip(seeds, base)],
+            [height] * len(seeds),
+            ".",
+            color=color,
+            alpha=0.35,
+        )
         if not math.isnan(row.difference.low):
-            axes.plot([row.difference.low, row.difference.high], [height, height], color=color, linewidth=2.5)
+            axes.plot(
+                [row.difference.low, row.difference.high],
+                [height, height],
+                color=color,
+                linewidth=2.5,
+            )
         axes.plot(row.difference.mean, height, "o", color=color)
     axes.axvline(0, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
@@ -80,7 +95,10 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
     for row, color in zip(shown, itertools.cycle(colormaps["tab10"].colors)):  # type: ignore[attr-defined]
         runs = [result.losses for result in row.outcome.tests[comparison.study.steps].values()]
         window = max(1, comparison.study.steps // 20)
-        smooth = [[fmean(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))] for losses in runs]
+        smooth = [
+            [fmean(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
+            for losses in runs
+        ]
         points = [estimate(values) for values in zip(*smooth)]
         steps = range(1, len(points) + 1)
         means = [point.mean for point in points]
@@ -89,7 +107,11 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
         style = "--" if row.name == BASELINE else "-"
         axes.plot(steps, means, style, color=color, linewidth=width, label=row.name)
         axes.fill_between(
-            steps, [m - e for m, e in zip(means, errors)], [m + e for m, e in zip(means, errors)], color=color, alpha=0.2
+            steps,
+            [m - e for m, e in zip(means, errors)],
+            [m + e for m, e in zip(means, errors)],
+            color=color,
+            alpha=0.2,
         )
         top = max(top, means[len(means) // 5])
     low, _ = axes.get_ylim()
@@ -109,16 +131,26 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         assert steps is not None
         exact = steps.kind == "at"
         color = {"fewer": theme.better, "more": theme.worse}.get(steps.verdict, theme.neutral)
-        axes.barh(height, steps.part, color=color if exact else "none", edgecolor=color, hatch=None if exact else "////")
+        axes.barh(
+            height,
+            steps.part,
+            color=color if exact else "none",
+            edgecolor=color,
+            hatch=None if exact else "////",
+        )
         if not math.isnan(steps.low):
-            axes.plot([steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2)
+            axes.plot(
+                [steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2
+            )
         end = steps.part if math.isnan(steps.high) else max(steps.part, min(steps.high, 3.0))
         axes.text(end + 0.02, height, f" {steps}", va="center", color=theme.text, fontsize=8)
     axes.axvline(1, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.margins(x=0.15)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set(xlabel="steps to AdamW's loss / AdamW's steps\n(> : reached by no seed; ≥ : not by all)")
+    axes.set(
+        xlabel="steps to AdamW's loss / AdamW's steps\n(> : reached by no seed; ≥ : not by all)"
+    )
     return figure
 
 
@@ -130,7 +162,15 @@ def memory(comparison: Comparison, theme: Theme) -> Figure:
     colors = itertools.cycle(colormaps["tab20"].colors)  # type: ignore[attr-defined]
     for row, marker, color in zip(rows, markers, colors):
         error = 0.0 if math.isnan(row.loss.error) else row.loss.error
-        axes.errorbar(row.state_bytes, row.loss.mean, error, fmt=marker, color=color, label=row.name, markersize=7)
+        axes.errorbar(
+            row.state_bytes,
+            row.loss.mean,
+            error,
+            fmt=marker,
+            color=color,
+            label=row.name,
+            markersize=7,
+        )
     axes.set(xlabel="optimizer state, bytes a parameter", ylabel="loss on held-out data")
     _legend(figure, axes, theme)
     return figure
@@ -143,15 +183,29 @@ def scales(comparison: Comparison, theme: Theme) -> Figure:
     figure, panels = _figure(theme, len(rows), 2.0 / columns + 0.6 / len(rows), columns)
     colors: Any = colormaps["tab20"].colors  # type: ignore[attr-defined]
     for row, axes in zip(rows, panels):
-        runs = [dict(result.scales) for result in row.outcome.tests[comparison.study.steps].values() if result.scales]
+        runs = [
+            dict(result.scales)
+            for result in row.outcome.tests[comparison.study.steps].values()
+            if result.scales
+        ]
         steps = sorted(set.intersection(*(set(run) for run in runs)))
-        roles = sorted({role for run in runs for found in run.values() for role in found}, key=ROLES.index)
+        roles = sorted(
+            {role for run in runs for found in run.values() for role in found}, key=ROLES.index
+        )
         for role in roles:
             logs = [fmean(math.log(run[step][role]) for run in runs) for step in steps]
-            axes.plot(steps, [math.exp(log) for log in logs], color=colors[ROLES.index(role)], label=role, linewidth=1.6)
+            axes.plot(
+                steps,
+                [math.exp(log) for log in logs],
+                color=colors[ROLES.index(role)],
+                label=role,
+                linewidth=1.6,
+            )
         axes.set_yscale("log")
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            ticks(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")  # few, and without powers of ten
+            ticks(
+                lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""
+            )  # few, and without powers of ten
         axes.set_title(row.name, color=theme.text, fontsize=9 if columns == 1 else 7.5)
     for axes in panels[-columns:]:
         axes.set_xlabel("step")
@@ -166,19 +220,35 @@ def tuning(comparison: Comparison, theme: Theme) -> Figure:
     rows = comparison.rows
     number = math.ceil(len(rows) / columns)
     figure, panels = _figure(theme, len(rows), 1.35 * number / len(rows) + 0.25, columns)
-    trials = [trial.loss for row in rows for trial in row.outcome.tuned.trials if math.isfinite(trial.loss)]
+    trials = [
+        trial.loss
+        for row in rows
+        for trial in row.outcome.tuned.trials
+        if math.isfinite(trial.loss)
+    ]
     for row, axes in zip(rows, panels):
         tuned = row.outcome.tuned
-        tried = [(trial.values["lr"], trial.loss) for trial in tuned.trials if math.isfinite(trial.loss)]
+        tried = [
+            (trial.values["lr"], trial.loss) for trial in tuned.trials if math.isfinite(trial.loss)
+        ]
         lost = [trial.values["lr"] for trial in tuned.trials if not math.isfinite(trial.loss)]
         best: dict[float, float] = {}
         for rate, loss in tried:
             best[rate] = min(loss, best.get(rate, math.inf))
-        axes.plot(sorted(best), [best[rate] for rate in sorted(best)], color=theme.neutral, linewidth=1)
+        axes.plot(
+            sorted(best), [best[rate] for rate in sorted(best)], color=theme.neutral, linewidth=1
+        )
         axes.plot([rate for rate, _ in tried], [loss for _, loss in tried], ".", color=theme.text)
         axes.plot(lost, [max(trials, default=1.0)] * len(lost), "x", color=theme.worse)
         if math.isfinite(tuned.loss):
-            axes.plot(tuned.best["lr"], tuned.loss, "o", markersize=9, markerfacecolor="none", color=theme.better)
+            axes.plot(
+                tuned.best["lr"],
+                tuned.loss,
+                "o",
+                markersize=9,
+                markerfacecolor="none",
+                color=theme.better,
+            )
         axes.set_xscale("log")
         axes.set_title(row.name, color=theme.text, fontsize=8)
         if trials:
@@ -193,9 +263,13 @@ def _scales(row: Row) -> bool:
     return any(result.scales for runs in row.outcome.tests.values() for result in runs.values())
 
 
-def _figure(theme: Theme, panels: int, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+def _figure(
+    theme: Theme, panels: int, height: float, columns: int = 1
+) -> tuple[Figure, Sequence[Axes]]:
     """A figure of panels, `height` inches for each, in the colours of the theme."""
-    figure = Figure(figsize=(WIDTH, height * panels), layout="constrained", facecolor=theme.background)
+    figure = Figure(
+        figsize=(WIDTH, height * panels), layout="constrained", facecolor=theme.background
+    )
     rows = math.ceil(panels / columns)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=columns > 1).flatten()
     for axes in grid[panels:]:
@@ -218,4 +292,6 @@ def _legend(figure: Figure, axes: Axes, theme: Theme, columns: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:  # none if all runs diverged
         colors = {"labelcolor": theme.text, "facecolor": theme.background, "edgecolor": theme.grid}
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=8, **colors)
+        figure.legend(
+            handles, labels, loc="outside upper center", ncols=columns, fontsize=8, **colors
+        )

@@ -55,12 +55,27 @@ figure img { width: 100%; height: auto; border: 1px solid var(--line); border-ra
 figcaption { color: var(--soft); font-size: .9rem; }
 pre { background: var(--card); padding: .7rem; overflow-x: auto; border-radius: 8px; }
 """
-HEADINGS = ("arm", "loss", "minus AdamW", "steps to", "gradients to", "gradients", "seconds", "bytes")
+HEADINGS = (
+    "arm",
+    "loss",
+    "minus AdamW",
+    "steps to",
+    "gradients to",
+    "gradients",
+    "seconds",
+    "bytes",
+)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print table and summary: within 80 columns for short names of arms, within 100 for the longest."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title=_title(comparison), title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        title=_title(comparison),
+        title_justify="left",
+    )
     for heading in ("arm", "loss", "minus AdamW", "steps", "grads", "secs", "bytes"):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for row in comparison.rows:
@@ -85,7 +100,9 @@ def write_plots(comparison: Comparison, folder: Path) -> list[Path]:
     return written
 
 
-def write_report(comparisons: Sequence[Comparison], path: Path, command: str, about: dict[str, Any]) -> None:
+def write_report(
+    comparisons: Sequence[Comparison], path: Path, command: str, about: dict[str, Any]
+) -> None:
     """Write one HTML file with everything in it: no network, no script, images inline.
 
     Args:
@@ -106,7 +123,9 @@ def write_report(comparisons: Sequence[Comparison], path: Path, command: str, ab
         parts.append(f"<h2>{_escaped(_title(comparison))}</h2>")
         parts.append(_summary(comparison))
     for comparison in comparisons:
-        parts.append(f"<h2>Results, {_escaped(comparison.study.name)} parameters</h2>{_main_table(comparison)}")
+        parts.append(
+            f"<h2>Results, {_escaped(comparison.study.name)} parameters</h2>{_main_table(comparison)}"
+        )
         parts.append(f'<div class="plots">{_figures(comparison)}</div>{_more_tables(comparison)}')
     parts.append(_method(comparisons, command, about))
     parts.append("</body></html>\n")
@@ -117,14 +136,15 @@ def write_report(comparisons: Sequence[Comparison], path: Path, command: str, ab
 def _summary(comparison: Comparison) -> str:
     found = "".join(f"<li>{_escaped(sentence)}</li>" for sentence in sentences(comparison))
     limits = "".join(f"<li>{_escaped(sentence)}</li>" for sentence in caveats(comparison))
-    return (
-        f'<div class="summary"><ul>{found}</ul><p class="soft">What this does not say:</p><ul class="soft">{limits}</ul></div>'
-    )
+    return f'<div class="summary"><ul>{found}</ul><p class="soft">What this does not say:</p><ul class="soft">{limits}</ul></div>'
 
 
 def _main_table(comparison: Comparison) -> str:
     body = [
-        _row([row.name, *_with_gradients_to_target(row), f"{100 * row.curvature_share:.0f} %"], row.verdict)
+        _row(
+            [row.name, *_with_gradients_to_target(row), f"{100 * row.curvature_share:.0f} %"],
+            row.verdict,
+        )
         for row in comparison.rows
     ]
     main = _table([*HEADINGS, "curvature"], body)
@@ -141,12 +161,26 @@ def _main_table(comparison: Comparison) -> str:
 def _with_gradients_to_target(row: Row) -> list[str]:
     """The cells of the terminal's table, with gradients to AdamW's loss beside the steps to it."""
     loss, difference, _, *costs = cells(row)
-    return [loss, difference, *("–" if part is None else part.with_interval() for part in (row.steps, row.evaluations)), *costs]
+    return [
+        loss,
+        difference,
+        *("–" if part is None else part.with_interval() for part in (row.steps, row.evaluations)),
+        *costs,
+    ]
 
 
 def _more_tables(comparison: Comparison) -> str:
     arms = [
-        _row([row.name, row.outcome.arm.about, hyperparameters(row), f"{len(row.outcome.tuned.trials)}"], row.verdict, text=3)
+        _row(
+            [
+                row.name,
+                row.outcome.arm.about,
+                hyperparameters(row),
+                f"{len(row.outcome.tuned.trials)}",
+            ],
+            row.verdict,
+            text=3,
+        )
         for row in comparison.rows
     ]
     tuned = _table(["arm", "what it is", "tuned values", "runs"], arms, text=3)
@@ -159,13 +193,19 @@ def _more_tables(comparison: Comparison) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[str], text: int = 1) -> str:
-    head = "".join(f"<th{' class=text' if i < text else ''}>{_escaped(heading)}</th>" for i, heading in enumerate(headings))
+    head = "".join(
+        f"<th{' class=text' if i < text else ''}>{_escaped(heading)}</th>"
+        for i, heading in enumerate(headings)
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _row(values: Sequence[str], kind: str, text: int = 1) -> str:
     """A line of a table; the first `text` cells are words."""
-    marked = "".join(f"<td{' class=text' if i < text else ''}>{_escaped(value)}</td>" for i, value in enumerate(values))
+    marked = "".join(
+        f"<td{' class=text' if i < text else ''}>{_escaped(value)}</td>"
+        for i, value in enumerate(values)
+    )
     return f'<tr class="{kind}">{marked}</tr>'
 
 
@@ -197,7 +237,11 @@ def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, An
             f"{study.model.context}, batches of {study.batch_size}, width {study.model.width}, depth {study.model.depth}, "
             f"{study.model.heads} heads; runs of {lengths} steps; {study.budget} tuning runs an arm; {study.seeds} test seeds "
             f"at {study.steps} steps and {min(study.seeds, study.length_seeds)} at other lengths. "
-            + (f"Tuning starts at the best values of {comparisons[number - 1].study.name}, by factors of 2." if number else "")
+            + (
+                f"Tuning starts at the best values of {comparisons[number - 1].study.name}, by factors of 2."
+                if number
+                else ""
+            )
         )
     items += [
         "Same model, initial weights, batches, tokens and schedule for all arms with the same seed: linear warm-up over "
@@ -215,7 +259,9 @@ def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, An
     spaces = "".join(_spaces(comparison) for comparison in comparisons)
     runs = [run for comparison in comparisons for run in comparison.all_runs()]
     made = Counter(json.dumps({name: run.header.get(name) for name in about}) for run in runs)
-    by = "".join(f'<p class="soft">{count} runs: {_escaped(one)}</p>' for one, count in made.most_common())
+    by = "".join(
+        f'<p class="soft">{count} runs: {_escaped(one)}</p>' for one, count in made.most_common()
+    )
     return (
         f"<h2>How it was measured</h2><ul>{listed}</ul>{spaces}"
         f"<h2>Run it again</h2><pre>{_escaped(command)}</pre><p>Finished runs are kept and not run again.</p>"
@@ -225,11 +271,18 @@ def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, An
 
 def _other_code(runs: Sequence[RunResult], about: dict[str, Any]) -> str:
     other = sum(run.header.get("code") != about.get("code") for run in runs)
-    return f" <strong>{other} of {len(runs)} by other code than that which wrote this report.</strong>" if other else ""
+    return (
+        f" <strong>{other} of {len(runs)} by other code than that which wrote this report.</strong>"
+        if other
+        else ""
+    )
 
 
 def _spaces(comparison: Comparison) -> str:
-    lines = [_row([row.name, ", ".join(map(_axis, row.outcome.space))], "", text=2) for row in comparison.rows]
+    lines = [
+        _row([row.name, ", ".join(map(_axis, row.outcome.space))], "", text=2)
+        for row in comparison.rows
+    ]
     title = f"Search spaces, {comparison.study.name}: start, and factor of the first grid"
     return f"<h3>{_escaped(title)}</h3>{_table(['arm', 'axes'], lines, text=2)}"
 

@@ -22,7 +22,8 @@ from recipes.comparison.runs import RunResult
 from recipes.comparison.studies import ArmOutcome, Study
 
 SAME = ("block-adamw", "adamw")  # one algorithm in two programs: their difference is rounding
-# What to set against what: what scales add, whether they must be the measured ones, ours against others of the same kind.
+# What to set against what: what scales add, whether they must be the measured ones, ours against
+# others of the same kind.
 PAIRS = (
     *((f"{base}+{curvature}", base) for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon")
       for curvature in ("newton", "analytic")),
@@ -41,7 +42,8 @@ class Steps:
         part: Geometric mean over seeds; a bound if `kind` says so.
         low: Lower end of the 95 % interval, NaN if there is none.
         high: Upper end.
-        kind: "at", or "before" (at most `part`), "after" (at least `part`: some seed did not reach it), "mixed".
+        kind: "at", or "before" (at most `part`), "after" (at least `part`: some seed did not reach
+            it), "mixed".
         missed: How many seeds did not reach it.
         seeds: How many there are.
     """
@@ -54,7 +56,12 @@ class Steps:
     seeds: int
 
     def __str__(self) -> str:
-        sign = {"at": "", "before": "≤ ", "after": "≥ " if self.missed < self.seeds else "> ", "mixed": "~ "}[self.kind]
+        sign = {
+            "at": "",
+            "before": "≤ ",
+            "after": "≥ " if self.missed < self.seeds else "> ",
+            "mixed": "~ ",
+        }[self.kind]
         return f"{sign}{self.part:.2f}"
 
     def with_interval(self) -> str:
@@ -81,7 +88,8 @@ class Row:
         steps: To AdamW's loss; None if the study has one length only.
         evaluations: The same in gradient evaluations, with those of the curvature.
         gradient_evaluations: A run at the main length, with those of the curvature.
-        seconds: The same: the median of the runs, as a machine that is busy for a while would shift the mean.
+        seconds: The same: the median of the runs, as a machine that is busy for a while would shift
+            the mean.
         curvature_share: Part of the seconds that curvature takes.
         state_bytes: A parameter.
         diverged: How many of the test runs, of all lengths.
@@ -145,7 +153,9 @@ class Comparison:
 
     def sure(self) -> list[str]:
         """Arms whose difference to AdamW stands when all comparisons with it may err with probability 5 % together."""
-        return holm({row.name: p_value(row.difference) for row in self.rows if row.verdict != "baseline"})
+        return holm(
+            {row.name: p_value(row.difference) for row in self.rows if row.verdict != "baseline"}
+        )
 
     def row(self, name: str) -> Row:
         """The row of an arm."""
@@ -160,12 +170,16 @@ def compared(study: Study, outcomes: Sequence[ArmOutcome], left_out: dict[str, s
     """
     by_name = {outcome.arm.name: outcome for outcome in outcomes}
     if BASELINE not in by_name:
-        raise ValueError(f"Invalid outcomes of {list(by_name)}. Must hold {BASELINE}, which all are compared with.")
+        raise ValueError(
+            f"Invalid outcomes of {list(by_name)}. Must hold {BASELINE}, which all are compared with."
+        )
     rows = [_row(outcome, by_name[BASELINE], study) for outcome in outcomes]
     pairs = []
     for name, against in PAIRS:
         if name in by_name and against in by_name:
-            difference = paired_difference(finals(by_name[name], study.steps), finals(by_name[against], study.steps))
+            difference = paired_difference(
+                finals(by_name[name], study.steps), finals(by_name[against], study.steps)
+            )
             pairs.append(Pair(name, against, difference, verdict(difference)))
     return Comparison(study, sorted(rows, key=lambda row: row.loss.mean), pairs, left_out)
 
@@ -186,10 +200,17 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
         difference=difference,
         verdict="baseline" if outcome is baseline else verdict(difference),
         steps=_to_target(outcome, baseline, study.steps, lambda steps, result: steps),
-        evaluations=_to_target(outcome, baseline, study.steps, lambda steps, result: max(steps, result.gradient_evaluations)),
+        evaluations=_to_target(
+            outcome,
+            baseline,
+            study.steps,
+            lambda steps, result: max(steps, result.gradient_evaluations),
+        ),
         gradient_evaluations=fmean(result.gradient_evaluations for result in results),
         seconds=seconds,
-        curvature_share=median(result.curvature_seconds for result in results) / seconds if seconds else 0.0,
+        curvature_share=median(result.curvature_seconds for result in results) / seconds
+        if seconds
+        else 0.0,
         state_bytes=fmean(result.state_bytes for result in results),
         diverged=sum(result.diverged is not None for result in outcome.test_runs()),
         tests=len(outcome.test_runs()),
@@ -197,7 +218,9 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
     )
 
 
-def _to_target(outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Callable[[int, RunResult], int]) -> Steps | None:
+def _to_target(
+    outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Callable[[int, RunResult], int]
+) -> Steps | None:
     """What each seed takes to the loss that AdamW has with the same seed at the main length, as a part of AdamW's cost."""
     if len(outcome.tests) < 2:
         return None
@@ -206,11 +229,15 @@ def _to_target(outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Calla
         reference = baseline.tests[main][seed]
         if not math.isfinite(reference.final):
             return None
-        losses = {cost(steps, runs[seed]): runs[seed].final for steps, runs in outcome.tests.items()}
+        losses = {
+            cost(steps, runs[seed]): runs[seed].final for steps, runs in outcome.tests.items()
+        }
         crossing = steps_to_target(losses, reference.final)
         crossings.append(crossing._replace(steps=crossing.steps / cost(main, reference)))
     logs, kind = mean_crossing(crossings)
     part, low, high = (math.exp(value) for value in (logs.mean, logs.low, logs.high))
     known = kind == "at" and logs.count > 2  # the interval of two seeds is too wide to say anything
     missed = sum(crossing.kind == "after" for crossing in crossings)
-    return Steps(part, *((low, high) if known else (math.nan, math.nan)), kind, missed, len(crossings))
+    return Steps(
+        part, *((low, high) if known else (math.nan, math.nan)), kind, missed, len(crossings)
+    )

@@ -63,4 +63,6 @@ class RunConfig:
     @property
     def key(self) -> str:
         """Hash of the configuration."""
-        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()[
+            :16
+        ]

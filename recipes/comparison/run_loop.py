@@ -59,11 +59,17 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
     data = token_data(config.data)
     torch.manual_seed(config.seed)
     model = GPT2(config.model).to(config.device)  # drawn on the CPU: the same weights everywhere
-    batches = data.batches("train", batch_size=config.batch_size, context=config.model.context, seed=config.seed)
+    batches = data.batches(
+        "train", batch_size=config.batch_size, context=config.model.context, seed=config.seed
+    )
     diverged, checkpoints = None, Checkpoints(folder)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Curvature|The refresh of the block learning rates")  # counted instead
-        training = build(ARMS[config.arm], model, dict(config.values), steps=config.steps, seed=config.seed)
+        warnings.filterwarnings(
+            "ignore", "Curvature|The refresh of the block learning rates"
+        )  # counted instead
+        training = build(
+            ARMS[config.arm], model, dict(config.values), steps=config.steps, seed=config.seed
+        )
         estimator = ESTIMATORS.get(ARMS[config.arm].scales or "")
         cost = 0 if estimator is None else estimator.gradients
         peaks = [group["lr"] for group in training.optimizer.param_groups]
@@ -71,8 +77,12 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
         saved = time.perf_counter()
         for step in range(progress.step + 1, config.steps + 1):
             tokens = _to(batches[step - 1], config.device)
-            factor = schedule(config.schedule, step - 1, config.steps, warmup=max(1, round(WARMUP * config.steps)))
-            diverged = _take_step(training, model, tokens, [peak * factor for peak in peaks], cost, progress)
+            factor = schedule(
+                config.schedule, step - 1, config.steps, warmup=max(1, round(WARMUP * config.steps))
+            )
+            diverged = _take_step(
+                training, model, tokens, [peak * factor for peak in peaks], cost, progress
+            )
             if diverged is not None:
                 break
             if time.perf_counter() - saved > SECONDS_BETWEEN_CHECKPOINTS:
@@ -98,7 +108,12 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
 
 
 def _take_step(
-    training: Training, model: nn.Module, tokens: tuple[Tensor, Tensor], rates: list[float], cost: int, progress: _Progress
+    training: Training,
+    model: nn.Module,
+    tokens: tuple[Tensor, Tensor],
+    rates: list[float],
+    cost: int,
+    progress: _Progress,
 ) -> str | None:
     """One step with its refresh, counted and written; why it diverged, if it did. A refresh counts as `cost` gradients."""
     block_lr, step, calls = training.block_lr, progress.step + 1, 0
@@ -128,7 +143,12 @@ def _take_step(
     progress.write({"step": step, "loss": float(f"{loss:.6g}")})
     if block_lr is not None:
         for refresh in block_lr.history[progress.refreshes :]:
-            progress.write({"step": refresh.step, "scales": {role: float(f"{s:.5g}") for role, s in refresh.scale.items()}})
+            progress.write(
+                {
+                    "step": refresh.step,
+                    "scales": {str(group): float(f"{s:.5g}") for group, s in refresh.scale.items()},
+                }
+            )
         progress.refreshes = len(block_lr.history)
     return None
 
@@ -157,7 +177,9 @@ def _resume(checkpoints: Checkpoints, model: nn.Module, training: Training, code
     return _Progress()
 
 
-def _step(training: Training, model: nn.Module, tokens: tuple[Tensor, Tensor], rates: list[float]) -> float:
+def _step(
+    training: Training, model: nn.Module, tokens: tuple[Tensor, Tensor], rates: list[float]
+) -> float:
     """One optimizer step; returns the loss before it."""
     for group, rate in zip(training.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -187,15 +209,25 @@ def _to(tokens: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:
 def evaluate(model: nn.Module, data: TokenData, config: RunConfig) -> float:
     """Mean loss on held-out windows, the same for all tuning runs, and others for all test runs."""
     model.eval()
-    batches = data.batches("validation", batch_size=config.batch_size, context=config.model.context, seed=0)
+    batches = data.batches(
+        "validation", batch_size=config.batch_size, context=config.model.context, seed=0
+    )
     number = max(1, min(config.evaluation, batches.steps_per_epoch // 2))
     first = number if config.purpose == "tuning" and batches.steps_per_epoch > 1 else 0
-    return math.fsum(model(*_to(batches[first + index], config.device)).item() for index in range(number)) / number
+    return (
+        math.fsum(
+            model(*_to(batches[first + index], config.device)).item() for index in range(number)
+        )
+        / number
+    )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors in an optimizer's state."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(list(optimizer.state.values())))
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in _tensors(list(optimizer.state.values()))
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -216,7 +248,9 @@ def token_data(config: DataConfig) -> TokenData:
         ValueError: If they are not those that the configuration was made for.
     """
     cache = None if config.cache is None else Path(config.cache)
-    data = load_data(config.source, vocab_size=config.vocab_size, tokenizer=config.tokenizer, cache=cache)
+    data = load_data(
+        config.source, vocab_size=config.vocab_size, tokenizer=config.tokenizer, cache=cache
+    )
     if config.key not in ("", data.key):
         raise ValueError(
             f"The data {config.source!r} have changed: their key is {data.key}, and the runs are for {config.key}."

@@ -1,8 +1,9 @@
 """One training run, from a frozen configuration to a JSONL file that is named by the hash of it.
 
-A run is a pure function of its configuration: model and data order come from the seed, the number of threads is fixed, and it
-is evaluated once, after its last step. So a finished run is never done again, and a run that was killed gives the same numbers
-when it goes on from its checkpoint, or starts again if it was too short to have one.
+A run is a pure function of its configuration: model and data order come from the seed, the number
+of threads is fixed, and it is evaluated once, after its last step. So a finished run is never done
+again, and a run that was killed gives the same numbers when it goes on from its checkpoint, or
+starts again if it was too short to have one.
 
     results/runs/<key>.jsonl        {"config": …, "arm": …, "git": …, "versions": …, "seeds": …}
                                     {"step": 1, "loss": 5.62} …
@@ -23,7 +24,6 @@ from typing import Any
 from recipes.common.provenance import code_hash, git_commit, machine, versions
 from recipes.comparison.run_config import RunConfig
 from recipes.comparison.run_loop import train
-
 
 
 @dataclass
@@ -80,7 +80,9 @@ def read_run(path: Path) -> RunResult:
     """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not lines or "config" not in lines[0] or "final" not in lines[-1]:
-        raise ValueError(f"{path} is not the file of a finished run. Delete it, and the run is done again.")
+        raise ValueError(
+            f"{path} is not the file of a finished run. Delete it, and the run is done again."
+        )
     end = dict(lines[-1])
     end["final"] = math.inf if end["final"] is None else end["final"]
     losses = [line["loss"] for line in lines[1:-1] if "loss" in line]
@@ -106,10 +108,16 @@ def run_once(config: RunConfig, folder: Path, about: dict[str, Any]) -> RunResul
         return known
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, config)
-    partial, checkpoints = path.with_suffix(f".{os.getpid()}.partial"), path.with_suffix(".checkpoints")
+    partial, checkpoints = (
+        path.with_suffix(f".{os.getpid()}.partial"),
+        path.with_suffix(".checkpoints"),
+    )
     seeds = {"model": config.seed, "data": config.seed, "curvature": config.seed}
     header = {"key": config.key, "config": config.described(), "seeds": seeds, **about}
-    lines = [json.dumps(header, allow_nan=False), *train(config, checkpoints, about.get("code", ""))]
+    lines = [
+        json.dumps(header, allow_nan=False),
+        *train(config, checkpoints, about.get("code", "")),
+    ]
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")

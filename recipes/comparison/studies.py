@@ -1,7 +1,8 @@
 """The protocol: what is trained for how long, how much tuning each arm gets, and which seeds it is tested on.
 
-Every arm of a study has the same model, data, batches, number of tokens and schedule to zero, the same number of tuning runs on
-tuning seeds, and the same test seeds, which no tuning has seen. Test runs come in several lengths, each with its own decay.
+Every arm of a study has the same model, data, batches, number of tokens and schedule to zero, the
+same number of tuning runs on tuning seeds, and the same test seeds, which no tuning has seen. Test
+runs come in several lengths, each with its own decay.
 """
 
 from __future__ import annotations
@@ -56,27 +57,44 @@ class Study:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "budget", "seeds", "length_seeds", "evaluation", "threads"):
+        for name in (
+            "steps",
+            "batch_size",
+            "budget",
+            "seeds",
+            "length_seeds",
+            "evaluation",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be an integer >= 1.")
         if 1 not in self.lengths or min(self.lengths) * self.steps < 2:
-            raise ValueError(f"Invalid lengths={self.lengths} of {self.steps} steps. Must hold 1, and give 2 steps or more.")
+            raise ValueError(
+                f"Invalid lengths={self.lengths} of {self.steps} steps. Must hold 1, and give 2 steps or more."
+            )
         unknown = [arm for arm in self.arms if arm not in ARMS]
         if unknown or not self.arms:
             raise ValueError(f"Invalid arms={unknown}. Must be some of {', '.join(ARMS)}.")
 
     def runs_per_arm(self) -> int:
         """Tuning and test runs of each arm."""
-        return self.budget + sum(self.seeds if length == 1 else min(self.seeds, self.length_seeds) for length in self.lengths)
+        return self.budget + sum(
+            self.seeds if length == 1 else min(self.seeds, self.length_seeds)
+            for length in self.lengths
+        )
 
     def prepared(self, cache: Path | None) -> Study:
         """The same study with the vocabulary, the context and the key of its data, which are loaded or made now."""
         config = replace(self.data, cache=None if cache is None else str(cache))
         data = token_data(config)
-        model = replace(self.model, vocab_size=data.vocab_size, context=data.context or self.model.context)
+        model = replace(
+            self.model, vocab_size=data.vocab_size, context=data.context or self.model.context
+        )
         return replace(self, data=replace(config, key=data.key), model=model)
 
-    def config(self, arm: str, values: Mapping[str, float], seed: int, steps: int, purpose: str) -> RunConfig:
+    def config(
+        self, arm: str, values: Mapping[str, float], seed: int, steps: int, purpose: str
+    ) -> RunConfig:
         """One run of this study, of which the purpose is "tuning" or "test"."""
         return RunConfig(
             arm=arm,
@@ -127,22 +145,33 @@ Campaign = Generator[list[RunConfig], list[RunResult], ArmOutcome]
 
 
 def campaign(
-    study: Study, arm: Arm, start: Mapping[str, float] | None = None, base: Mapping[str, float] | None = None
+    study: Study,
+    arm: Arm,
+    start: Mapping[str, float] | None = None,
+    base: Mapping[str, float] | None = None,
 ) -> Campaign:
     """Tune an arm, then test it: a generator that yields runs to do, is sent their results, and returns the outcome.
 
     Args:
         study: The protocol.
         arm: One of its arms.
-        start: Where to start tuning in place of what the arm declares, such as the best of a smaller model.
+        start: Where to start tuning in place of what the arm declares, such as the best of a
+            smaller model.
         base: Of a control, the tuned values of the arm that it controls.
     """
     space = [axis._replace(start=(start or {}).get(axis.name, axis.start)) for axis in arm.space]
-    fixed = {name: value for name, value in (base or {}).items() if name not in {axis.name for axis in space}}
+    fixed = {
+        name: value
+        for name, value in (base or {}).items()
+        if name not in {axis.name for axis in space}
+    }
     search = tune(space, study.budget, near=start is not None)
     points, tuning = next(search), []
     while True:
-        results = yield [study.config(arm.name, fixed | point, TUNING_SEED, study.steps, "tuning") for point in points]
+        results = yield [
+            study.config(arm.name, fixed | point, TUNING_SEED, study.steps, "tuning")
+            for point in points
+        ]
         tuning += results
         try:
             points = search.send([result.final for result in results])
@@ -154,7 +183,9 @@ def campaign(
         for length in sorted(study.lengths, key=lambda length: length != 1)
         for number in range(study.seeds if length == 1 else min(study.seeds, study.length_seeds))
     ]
-    results = yield [study.config(arm.name, fixed | tuned.best, seed, steps, "test") for steps, seed in planned]
+    results = yield [
+        study.config(arm.name, fixed | tuned.best, seed, steps, "test") for steps, seed in planned
+    ]
     tests: dict[int, dict[int, RunResult]] = {}
     for (steps, seed), result in zip(planned, results, strict=True):
         tests.setdefault(steps, {})[seed] = result
@@ -164,9 +195,24 @@ def campaign(
 OURS = tuple(name for name, arm in ARMS.items() if arm.ours)
 OTHERS = ("sgd", "adamw", "adamw-groups", "adamw-ratios", "adam-mini", "muon", "soap")
 CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
-CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
+CONFIRMED = (
+    "adamw",
+    "adamw-groups",
+    "muon",
+    "block-adamw+newton",
+    "block-adamw-block",
+    "block-muon",
+)
 BEST = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
-DEMO_ARMS = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
+DEMO_ARMS = (
+    "sgd",
+    "adamw",
+    "adam-mini",
+    "muon",
+    "block-adamw+newton",
+    "block-adamw-block",
+    "block-muon",
+)
 
 
 LARGE = "Salesforce/wikitext:wikitext-103-raw-v1"  # of the hub; the standard library would be read many times over
@@ -185,7 +231,18 @@ def _study(
 ) -> Study:
     data = DataConfig(source, None, model.vocab_size)
     lengths = (0.5, 1.0, 2.0)
-    return Study(name, tuple(arms), model, data, steps, lengths, batch_size, budget, seeds, length_seeds=max(3, seeds // 2))
+    return Study(
+        name,
+        tuple(arms),
+        model,
+        data,
+        steps,
+        lengths,
+        batch_size,
+        budget,
+        seeds,
+        length_seeds=max(3, seeds // 2),
+    )
 
 
 def presets() -> dict[str, tuple[Study, ...]]:
@@ -193,9 +250,13 @@ def presets() -> dict[str, tuple[Study, ...]]:
     every = (*OTHERS, *OURS, *CONTROLS)
     demo = GPT2Config(vocab_size=256, context=64, width=64, depth=3, heads=4)
     confirmed = _study("3M", BEST, MODELS["3M"], steps=300, batch_size=4, budget=3, seeds=4)
-    middle = _study("10M", ARMS, MODELS["10M"], steps=4000, batch_size=32, budget=20, seeds=8, source=LARGE)
+    middle = _study(
+        "10M", ARMS, MODELS["10M"], steps=4000, batch_size=32, budget=20, seeds=8, source=LARGE
+    )
     model = GPT2Config(vocab_size=8192, context=512, width=512, depth=8, heads=8)
-    larger = _study("30M", CONFIRMED, model, steps=8000, batch_size=32, budget=6, seeds=5, source=LARGE)
+    larger = _study(
+        "30M", CONFIRMED, model, steps=8000, batch_size=32, budget=6, seeds=5, source=LARGE
+    )
     return {
         "demo": (
             replace(

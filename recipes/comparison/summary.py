@@ -62,7 +62,9 @@ def with_half_width(value: Estimate) -> str:
     """
     if not math.isfinite(value.mean):
         return number(value.mean)
-    return f"{value.mean:+.3f}" + ("" if math.isnan(value.low) else f" ± {value.high - value.mean:.3f}")
+    return f"{value.mean:+.3f}" + (
+        "" if math.isnan(value.low) else f" ± {value.high - value.mean:.3f}"
+    )
 
 
 def hyperparameters(row: Row) -> str:
@@ -73,7 +75,9 @@ def hyperparameters(row: Row) -> str:
         text = f"{name} {value:.3g}"
         if name in row.outcome.fixed:
             text += f" (of {row.outcome.arm.base})"
-        cells.append(f"({text})" if name in tuned.untried else f"{text}!" if name in tuned.edges else text)
+        cells.append(
+            f"({text})" if name in tuned.untried else f"{text}!" if name in tuned.edges else text
+        )
     return ", ".join(cells)
 
 
@@ -94,7 +98,9 @@ def sentences(comparison: Comparison) -> list[str]:
     baseline = comparison.row(BASELINE)
     if baseline.verdict == "diverged" or not math.isfinite(baseline.loss.mean):
         runs = comparison.study.seeds
-        return [f"AdamW diverged in some of its {runs} test runs: there is nothing to compare with."]
+        return [
+            f"AdamW diverged in some of its {runs} test runs: there is nothing to compare with."
+        ]
     return [
         *_against_adamw(comparison),
         *_pairs_in_words(comparison),
@@ -123,9 +129,19 @@ def _against_adamw(comparison: Comparison) -> list[str]:
     sure_ones = comparison.sure()
     if claimed:
         lost = [name for name in claimed if name not in sure_ones]
-        stand = f"all but {', '.join(lost)} stand" if 0 < len(lost) < len(claimed) else "none stands" if lost else "all stand"
-        said.append(f"Of these differences, {stand} when corrected (Holm) for {len(rows) - 1} comparisons with AdamW.")
-    diverged = [f"{row.name} ({row.diverged} of {row.tests} test runs)" for row in rows if row.diverged]
+        stand = (
+            f"all but {', '.join(lost)} stand"
+            if 0 < len(lost) < len(claimed)
+            else "none stands"
+            if lost
+            else "all stand"
+        )
+        said.append(
+            f"Of these differences, {stand} when corrected (Holm) for {len(rows) - 1} comparisons with AdamW."
+        )
+    diverged = [
+        f"{row.name} ({row.diverged} of {row.tests} test runs)" for row in rows if row.diverged
+    ]
     if diverged:
         said.append(f"Diverged: {', '.join(diverged)}.")
     ours = [row.name for row in rows if row.outcome.arm.ours and row.verdict == "worse"]
@@ -150,7 +166,9 @@ def _pairs_in_words(comparison: Comparison) -> list[str]:
         families.setdefault(kind, []).append(pair)
     said = []
     for kind, pairs in families.items():
-        listed = "; ".join(f"{pair.name} {_against(pair, kind)}{with_interval(pair.difference)}" for pair in pairs)
+        listed = "; ".join(
+            f"{pair.name} {_against(pair, kind)}{with_interval(pair.difference)}" for pair in pairs
+        )
         said.append(f"{kind}: {listed}.")
     return said
 
@@ -161,24 +179,40 @@ def _against(pair: Pair, kind: str) -> str:
 
 
 def _steps_in_words(comparison: Comparison) -> list[str]:
-    reached = {row.name: row for row in comparison.rows if row.steps is not None and row.name != BASELINE}
+    reached = {
+        row.name: row for row in comparison.rows if row.steps is not None and row.name != BASELINE
+    }
     if not reached:
         return []
     said, study = [], comparison.study
     seeds = min(study.seeds, study.length_seeds)
-    fast = [f"{name} {row.steps.with_interval()}" for name, row in reached.items() if row.steps.verdict == "fewer"]  # type: ignore[union-attr]
+    fast = [
+        f"{name} {row.steps.with_interval()}"
+        for name, row in reached.items()
+        if row.steps.verdict == "fewer"
+    ]  # type: ignore[union-attr]
     if fast:
-        said.append(f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds): {', '.join(fast)}.")
+        said.append(
+            f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds): {', '.join(fast)}."
+        )
     measured = [
         f"{name} {row.evaluations.with_interval()}"  # type: ignore[union-attr]
         for name, row in reached.items()
         if row.gradient_evaluations > comparison.row(BASELINE).gradient_evaluations
     ]
     if measured:
-        said.append(f"In gradient evaluations, with those that curvature takes: {', '.join(measured)}.")
-    missed = [f"{n} ({row.steps.missed} of {row.steps.seeds} seeds)" for n, row in reached.items() if row.steps.missed]  # type: ignore[union-attr]
+        said.append(
+            f"In gradient evaluations, with those that curvature takes: {', '.join(measured)}."
+        )
+    missed = [
+        f"{n} ({row.steps.missed} of {row.steps.seeds} seeds)"
+        for n, row in reached.items()
+        if row.steps.missed
+    ]  # type: ignore[union-attr]
     if missed:
-        said.append(f"Not reached, even in runs of {max(study.lengths):g} times the length: {', '.join(missed)}.")
+        said.append(
+            f"Not reached, even in runs of {max(study.lengths):g} times the length: {', '.join(missed)}."
+        )
     return said
 
 
@@ -194,7 +228,12 @@ def _edges_in_words(comparison: Comparison) -> list[str]:
 
 def pair_cells(pair: Pair) -> list[str]:
     """Two arms, their difference, and what it says about the first."""
-    word = {"better": "better", "worse": "worse", "unclear": "no difference shown", "diverged": "diverged"}[pair.verdict]
+    word = {
+        "better": "better",
+        "worse": "worse",
+        "unclear": "no difference shown",
+        "diverged": "diverged",
+    }[pair.verdict]
     return [pair.name, pair.against, with_interval(pair.difference), word]
 
 
@@ -218,11 +257,19 @@ def caveats(comparison: Comparison) -> list[str]:
             untried.setdefault(name, []).append(row.name)
     for name, arms in untried.items():
         who = "all arms" if len(arms) == len(comparison.rows) else ", ".join(arms)
-        said.append(f"{study.budget} tuning runs an arm are few. They left {name} as it was at the start for {who}.")
-    failed = [f"{row.name} ({row.failed_refreshes})" for row in comparison.rows if row.failed_refreshes]
+        said.append(
+            f"{study.budget} tuning runs an arm are few. They left {name} as it was at the start for {who}."
+        )
+    failed = [
+        f"{row.name} ({row.failed_refreshes})" for row in comparison.rows if row.failed_refreshes
+    ]
     if failed:
-        said.append(f"Refreshes that gave no curvature to use, in all test runs: {', '.join(failed)}.")
+        said.append(
+            f"Refreshes that gave no curvature to use, in all test runs: {', '.join(failed)}."
+        )
     if study.seeds < FEW:
-        said.append(f"{study.seeds} test seeds are few: the intervals are wide, and small differences cannot be seen.")
+        said.append(
+            f"{study.seeds} test seeds are few: the intervals are wide, and small differences cannot be seen."
+        )
     said += [f"Left out: {arm}. {why}" for arm, why in comparison.left_out.items()]
     return said

@@ -1,9 +1,10 @@
 """Tuning with an equal budget: coordinate descent on geometric grids that extend as long as the best point lies at an edge.
 
-Every arm declares its axes (`recipes/arms.py`) and gets the same number of trials. The first axis, the learning rate, comes
-first, by factors of 4; then what the arm adds to it; then the learning rate by factors of 2; then the late axes, such as weight
-decay, which matter least in short runs. Then all of them again, by the square root of the factor whenever nothing moves any
-more, until the budget is spent. No arm stops early, and none gets more.
+Every arm declares its axes (`recipes/arms.py`) and gets the same number of trials. The first axis,
+the learning rate, comes first, by factors of 4; then what the arm adds to it; then the learning
+rate by factors of 2; then the late axes, such as weight decay, which matter least in short runs.
+Then all of them again, by the square root of the factor whenever nothing moves any more, until the
+budget is spent. No arm stops early, and none gets more.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Tuned:
         best: The hyperparameters of the lowest loss.
         loss: That loss, on tuning seeds: optimistic, as the smallest of several noisy numbers.
         trials: All that was tried, in order; their number is the budget.
-        edges: Axes on which the best is the smallest or largest value tried: more budget would have moved on.
+        edges: Axes on which the best is the smallest or largest value tried: more budget would have
+            moved on.
         untried: Axes for which the budget left no trial.
     """
 
@@ -81,9 +83,14 @@ class _Descent:
         new = [point for point in points if point not in self.seen][: self.budget - len(self.seen)]
         if new:
             losses = yield [self.values(point) for point in new]
-            self.seen |= {point: math.inf if math.isnan(loss) else loss for point, loss in zip(new, losses, strict=True)}
+            self.seen |= {
+                point: math.inf if math.isnan(loss) else loss
+                for point, loss in zip(new, losses, strict=True)
+            }
 
-    def line(self, axis: int, step: Fraction) -> Generator[list[dict[str, float]], list[float], bool]:
+    def line(
+        self, axis: int, step: Fraction
+    ) -> Generator[list[dict[str, float]], list[float], bool]:
         """Look at both neighbours, and go on in the direction that improves until it no longer does."""
         down, up = self.moved(axis, -step), self.moved(axis, step)
         yield from self.visit([down, up])
@@ -91,13 +98,17 @@ class _Descent:
             up = down  # all diverged: smaller is safer
         target, by = (down, -step) if self.loss(down) <= self.loss(up) else (up, step)
         start = self.best
-        while self.loss(target) < self.loss(self.best) or (self.loss(self.best) == math.inf and target in self.seen):
+        while self.loss(target) < self.loss(self.best) or (
+            self.loss(self.best) == math.inf and target in self.seen
+        ):
             self.best = target
             target = self.moved(axis, by)
             yield from self.visit([target])
         return self.best != start
 
-    def sweep(self, steps: Mapping[int, Fraction]) -> Generator[list[dict[str, float]], list[float], bool]:
+    def sweep(
+        self, steps: Mapping[int, Fraction]
+    ) -> Generator[list[dict[str, float]], list[float], bool]:
         """One line search an axis; whether any of them moved."""
         moved = False
         for axis, step in steps.items():
@@ -108,12 +119,14 @@ class _Descent:
 def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
     """Coordinate descent as a generator: it yields what to try next, is sent the losses, and returns a `Tuned`.
 
-    So the caller decides where and when trials run, and a search whose trials are known already replays at once.
+    So the caller decides where and when trials run, and a search whose trials are known already
+    replays at once.
 
     Args:
         axes: The search space, learning rate first.
         budget: Number of trials, all of which are spent.
-        near: Whether the starts are known to be near the best, such as that of a smaller model: no factors of 4 then.
+        near: Whether the starts are known to be near the best, such as that of a smaller model: no
+            factors of 4 then.
 
     Raises:
         ValueError: If there is no axis or no budget.
@@ -126,12 +139,17 @@ def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
         [{'lr': 0.00025}, {'lr': 0.004}]
     """
     if not axes or budget < 1:
-        raise ValueError(f"Invalid axes={list(axes)} and budget={budget}. Must be at least one axis and one trial.")
+        raise ValueError(
+            f"Invalid axes={list(axes)} and budget={budget}. Must be at least one axis and one trial."
+        )
     descent = _Descent(axes, budget, best=(Fraction(0),) * len(axes))
     yield from descent.visit([descent.best])
     steps = {axis: Fraction(1, 2) for axis in range(len(axes))}
     if not near:
-        others = {late: {n: Fraction(1) for n in range(1, len(axes)) if axes[n].late == late} for late in (False, True)}
+        others = {
+            late: {n: Fraction(1) for n in range(1, len(axes)) if axes[n].late == late}
+            for late in (False, True)
+        }
         yield from descent.sweep({0: Fraction(1)} | others[False])
         yield from descent.sweep({0: Fraction(1, 2)} | others[True])
     while not descent.spent:

@@ -46,7 +46,9 @@ def workers(number: int, folder: Path, about: dict[str, Any]) -> Iterator[Submit
 
         yield here
         return
-    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+    pool = ProcessPoolExecutor(
+        number, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+    )
     try:
         yield lambda config: pool.submit(run_once, config, folder, about)
     finally:
@@ -66,12 +68,15 @@ def _start_worker() -> None:
 
 
 def drive(
-    campaigns: Sequence[Campaign], submit: Submit, on_result: Callable[[RunConfig, RunResult], None] = lambda *_: None
+    campaigns: Sequence[Campaign],
+    submit: Submit,
+    on_result: Callable[[RunConfig, RunResult], None] = lambda *_: None,
 ) -> list[ArmOutcome]:
     """Run all campaigns side by side until each has returned its outcome.
 
-    A campaign is sent its results in the order that it asked in, once all of them are there: what it asks next does not depend
-    on which worker was faster, so that a repeated or resumed comparison does the same runs.
+    A campaign is sent its results in the order that it asked in, once all of them are there: what
+    it asks next does not depend on which worker was faster, so that a repeated or resumed
+    comparison does the same runs.
 
     Args:
         campaigns: Generators of runs.
@@ -123,7 +128,9 @@ def run_study(
     for are_controls in (False, True):
         arms = [ARMS[name] for name in study.arms if (ARMS[name].base is not None) == are_controls]
         tuned = {outcome.arm.name: outcome.values for outcome in outcomes}
-        runs = [campaign(study, arm, starts.get(arm.name), tuned.get(arm.base or "")) for arm in arms]
+        runs = [
+            campaign(study, arm, starts.get(arm.name), tuned.get(arm.base or "")) for arm in arms
+        ]
         outcomes += drive(runs, submit, on_result)
     return outcomes
 
@@ -132,7 +139,9 @@ def _result(future: Future[RunResult], config: RunConfig) -> RunResult:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise RuntimeError("A worker process died, perhaps for lack of memory. The same command goes on from here.") from error
+        raise RuntimeError(
+            "A worker process died, perhaps for lack of memory. The same command goes on from here."
+        ) from error
     except Exception as error:
         values = ", ".join(f"{name}={value:g}" for name, value in config.values)
         raise RuntimeError(

@@ -1,13 +1,14 @@
 """Digit addition as next-token prediction, the data of the ICLR 2025 paper's experiments (its Appendix F).
 
-The format is that of Quirke and Barez, "Understanding Addition in Transformers" (ICLR 2024): two numbers of n digits, and a sum
-of n + 1 digits with leading zeros,
+The format is that of Quirke and Barez, "Understanding Addition in Transformers" (ICLR 2024): two
+numbers of n digits, and a sum of n + 1 digits with leading zeros,
 
     12345+67890=080235        n + 1 + n + 1 + (n + 1) = 3 n + 3 tokens
 
-Every token but the last is an input and every token but the first a target, 3 n + 2 of each: L = 17 for 5 digits, as in the
-paper. As in Quirke and Barez, only the digits of the sum count in the loss: nobody can predict the others. (They also draw
-some digits again, so that carries over several digits are less rare; here all digits are uniform.)
+Every token but the last is an input and every token but the first a target, 3 n + 2 of each: L = 17
+for 5 digits, as in the paper. As in Quirke and Barez, only the digits of the sum count in the loss:
+nobody can predict the others. (They also draw some digits again, so that carries over several
+digits are less rare; here all digits are uniform.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ IGNORED = -100  # what `F.cross_entropy` leaves out
 
 
 def addition(
-    number: int = 64, digits: int = 5, *, answers_only: bool = True, generator: torch.Generator | None = None
+    number: int = 64,
+    digits: int = 5,
+    *,
+    answers_only: bool = True,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Random sums: inputs and targets, (number, 3 digits + 2) each.
 

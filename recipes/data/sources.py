@@ -1,8 +1,9 @@
 """Where text comes from: the standard library, files and folders, data sets of the Hugging Face hub.
 
-A `Source` gives documents, each meant for training or held out, always in the same order, and a hash of what they are made
-of. Documents are held out by a hash of their name (files) or of their text (rows), so the same document is on the same side
-in every run and on every machine. Data that come with a validation part keep it.
+A `Source` gives documents, each meant for training or held out, always in the same order, and a
+hash of what they are made of. Documents are held out by a hash of their name (files) or of their
+text (rows), so the same document is on the same side in every run and on every machine. Data that
+come with a validation part keep it.
 """
 
 from __future__ import annotations
@@ -57,18 +58,32 @@ class Source(NamedTuple):
 
 
 def open_source(
-    name: str, *, cache: Path, validation_fraction: float, text_column: str, streaming: bool, max_tokens: int | None
+    name: str,
+    *,
+    cache: Path,
+    validation_fraction: float,
+    text_column: str,
+    streaming: bool,
+    max_tokens: int | None,
 ) -> Source:
     """Find what a name stands for. See `recipes.data.token_data.load_data` for the arguments."""
     if name == "stdlib":
         return from_files(standard_library(), validation_fraction, text_column)
     path = Path(name).expanduser()
     wild = any(sign in name for sign in "*?[")
-    if wild or path.exists() or kind_of(path) or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if (
+        wild
+        or path.exists()
+        or kind_of(path)
+        or name.startswith((".", "/", "~"))
+        or name.endswith("/")
+    ):
         return from_files(files_at(name), validation_fraction, text_column)
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?", name):
         if streaming and max_tokens is None:
-            raise ValueError("Invalid streaming=True without max_tokens. Must be given: a stream may have no end in sight.")
+            raise ValueError(
+                "Invalid streaming=True without max_tokens. Must be given: a stream may have no end in sight."
+            )
         return from_hub(name, cache, validation_fraction, text_column, streaming)
     raise ValueError(f"Unknown data {name!r}. {POSSIBLE}.")
 
@@ -102,7 +117,11 @@ def split(named: Iterable[tuple[str, str]], fraction: float) -> Iterator[Documen
         for _, text in first:
             near, cut = (int(len(text) * (1 - share)) for share in (2 * fraction, fraction))
             cut = text.rfind("\n", near, cut) + 1 or cut
-            yield from (Document(part, at_end) for part, at_end in ((text[:cut], False), (text[cut:], True)) if part)
+            yield from (
+                Document(part, at_end)
+                for part, at_end in ((text[:cut], False), (text[cut:], True))
+                if part
+            )
         return
     lowest = min(_place(name) for name, _ in first)
     for name, text in itertools.chain(first, rest):
@@ -116,9 +135,15 @@ def standard_library() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - skipped
-        found |= {(path := Path(folder, name)).relative_to(root).as_posix(): path for name in names if name.endswith(".py")}
+        found |= {
+            (path := Path(folder, name)).relative_to(root).as_posix(): path
+            for name in names
+            if name.endswith(".py")
+        }
     if not found:
-        raise FileNotFoundError(f"This Python has no source of its standard library in {root}. {POSSIBLE}.")
+        raise FileNotFoundError(
+            f"This Python has no source of its standard library in {root}. {POSSIBLE}."
+        )
     return found
 
 
@@ -133,13 +158,25 @@ def files_at(name: str) -> dict[str, Path]:
     if path.is_file():
         return {path.name: path}
     if path.is_dir():
-        found = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and kind_of(p)}
-        visible = {key: p for key, p in found.items() if not any(part.startswith(".") for part in Path(key).parts)}
+        found = {
+            p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and kind_of(p)
+        }
+        visible = {
+            key: p
+            for key, p in found.items()
+            if not any(part.startswith(".") for part in Path(key).parts)
+        }
         if not visible:
             raise FileNotFoundError(f"No files in {path} that end in one of {', '.join(KINDS)}.")
         return visible
-    anchor = Path(*itertools.takewhile(lambda part: not any(sign in part for sign in "*?["), path.parts))
-    matches = [p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file()] if anchor != path else []
+    anchor = Path(
+        *itertools.takewhile(lambda part: not any(sign in part for sign in "*?["), path.parts)
+    )
+    matches = (
+        [p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file()]
+        if anchor != path
+        else []
+    )
     if not matches:
         raise FileNotFoundError(f"No file or folder {name!r} in {Path.cwd()}. {POSSIBLE}.")
     return {p.relative_to(anchor).as_posix(): p for p in matches}
@@ -148,13 +185,16 @@ def files_at(name: str) -> dict[str, Path]:
 def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Source:
     """Text files, each a document (or several, with <|endoftext|> between), and rows of JSONL and Parquet files.
 
-    Of several files, those called `validation`, `valid`, `val` or `dev` (a word of the name, as in `data-valid.jsonl`) are held
-    out as a whole, and those called `test` are left out; not so modules of Python, where the name says something else.
+    Of several files, those called `validation`, `valid`, `val` or `dev` (a word of the name, as in
+    `data-valid.jsonl`) are held out as a whole, and those called `test` are left out; not so
+    modules of Python, where the name says something else.
     """
     tests = {name for name in files if _called("test", name)}
     if len(tests) == len(files):  # they were asked for
         tests = set()
-    order = sorted(files.keys() - tests, key=lambda name: hashlib.sha256(name.encode()).digest())  # not all letters A first
+    order = sorted(
+        files.keys() - tests, key=lambda name: hashlib.sha256(name.encode()).digest()
+    )  # not all letters A first
     valid = {name for name in order if _called("validation|valid|val|dev", name)}
     valid = valid if len(valid) < len(order) else set()
     content = hashlib.sha256()
@@ -166,8 +206,13 @@ def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Sou
         names = list(names)
         for name in names:
             if kind_of(files[name]) in ("text", None):
-                parts = [part for part in _read_text(files[name]).split(END_OF_TEXT) if part.strip()]
-                yield from ((name if len(parts) == 1 else f"{name}#{i}", part) for i, part in enumerate(parts))
+                parts = [
+                    part for part in _read_text(files[name]).split(END_OF_TEXT) if part.strip()
+                ]
+                yield from (
+                    (name if len(parts) == 1 else f"{name}#{i}", part)
+                    for i, part in enumerate(parts)
+                )
         for kind in ("json", "parquet"):
             for path in (files[name] for name in sorted(names) if kind_of(files[name]) == kind):
                 yield from texts(_read_rows(path, kind), text_column, str(path))
@@ -175,17 +220,31 @@ def from_files(files: dict[str, Path], fraction: float, text_column: str) -> Sou
     def documents() -> Iterator[Document]:
         if valid:
             for names, at_side in ((valid, True), (set(order) - valid, False)):
-                yield from (Document(text, at_side) for _, text in of(name for name in order if name in names))
+                yield from (
+                    Document(text, at_side)
+                    for _, text in of(name for name in order if name in names)
+                )
         else:
             yield from split(of(order), fraction)
 
-    said = [f"{what} by name: {_some(names)}" for what, names in (("held out", valid), ("left out", tests)) if names]
-    return Source(content.hexdigest(), documents, sum(files[name].stat().st_size for name in order), "; ".join(said))
+    said = [
+        f"{what} by name: {_some(names)}"
+        for what, names in (("held out", valid), ("left out", tests))
+        if names
+    ]
+    return Source(
+        content.hexdigest(),
+        documents,
+        sum(files[name].stat().st_size for name in order),
+        "; ".join(said),
+    )
 
 
 def _called(words: str, name: str) -> bool:
     """Whether one of the words, with or without a number, is a word of a file's name."""
-    return re.search(rf"(^|[._/-])({words})\d*([._/-]|$)", name) is not None and not name.endswith(".py")
+    return re.search(rf"(^|[._/-])({words})\d*([._/-]|$)", name) is not None and not name.endswith(
+        ".py"
+    )
 
 
 def _some(names: set[str]) -> str:
@@ -212,7 +271,9 @@ def _read_text(path: Path) -> str:
 def _read_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL or Parquet file, one after another."""
     try:
-        rows = quiet_datasets().load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        rows = quiet_datasets().load_dataset(
+            kind, data_files=str(path), split="train", streaming=True
+        )
     except StopIteration:  # what the package makes of an empty file
         return
     yield from rows
@@ -223,7 +284,9 @@ def texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[t
     try:
         for row in rows:
             if column not in row:
-                raise ValueError(f"No column {column!r} in {where}. Those there are: {', '.join(map(repr, row))}.")
+                raise ValueError(
+                    f"No column {column!r} in {where}. Those there are: {', '.join(map(repr, row))}."
+                )
             text = row[column]
             if not isinstance(text, str | None):
                 raise ValueError(
@@ -247,7 +310,9 @@ def from_hub(name: str, cache: Path, fraction: float, text_column: str, streamin
             raise _offline(repository, unreachable) from unreachable
         datasets = quiet_datasets()
         try:
-            parts = datasets.load_dataset(repository, config or None, revision=revision, streaming=streaming)
+            parts = datasets.load_dataset(
+                repository, config or None, revision=revision, streaming=streaming
+            )
         except ConnectionError as error:
             raise _offline(repository, error) from error
         except RuntimeError as error:  # such as "Dataset scripts are no longer supported"
@@ -256,17 +321,25 @@ def from_hub(name: str, cache: Path, fraction: float, text_column: str, streamin
                 "HuggingFaceFW/fineweb:sample-10BT."
             ) from error
         except (ValueError, datasets.exceptions.DatasetNotFoundError) as error:
-            raise ValueError(f"Cannot load {name!r} from the hub: {error}\nA configuration is given as NAME:CONFIG.") from error
+            raise ValueError(
+                f"Cannot load {name!r} from the hub: {error}\nA configuration is given as NAME:CONFIG."
+            ) from error
         if "train" not in parts:
-            raise ValueError(f"{name!r} has no part 'train'. Those there are: {', '.join(map(repr, parts))}.")
+            raise ValueError(
+                f"{name!r} has no part 'train'. Those there are: {', '.join(map(repr, parts))}."
+            )
         training = texts(parts["train"], text_column, name)
         if "validation" in parts:
-            yield from (Document(text, True) for _, text in texts(parts["validation"], text_column, name))
+            yield from (
+                Document(text, True) for _, text in texts(parts["validation"], text_column, name)
+            )
             yield from (Document(text, False) for _, text in training)
         else:
             yield from split(training, fraction)
 
-    if revision is None:  # offline, with a copy that the hub's own cache may have: all its text is what names it
+    if (
+        revision is None
+    ):  # offline, with a copy that the hub's own cache may have: all its text is what names it
         content = hashlib.sha256()
         for document in documents():
             content.update(repr(document).encode())
@@ -277,8 +350,9 @@ def from_hub(name: str, cache: Path, fraction: float, text_column: str, streamin
 def hub_revision(repository: str, cache: Path) -> tuple[str | None, Exception | None]:
     """The data set's commit, and why it cannot be loaded, if so.
 
-    Without a network the commit is the one last seen, whose tokens may be in the cache; it may be loaded if HF_HUB_OFFLINE asks
-    for the copy that the hub's own cache has. Then the commit may be None, for whatever copy there is.
+    Without a network the commit is the one last seen, whose tokens may be in the cache; it may be
+    loaded if HF_HUB_OFFLINE asks for the copy that the hub's own cache has. Then the commit may be
+    None, for whatever copy there is.
     """
     huggingface_hub = quiet_hub()
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -287,14 +361,20 @@ def hub_revision(repository: str, cache: Path) -> tuple[str | None, Exception | 
     try:
         revision = huggingface_hub.HfApi().dataset_info(repository, timeout=10).sha
     except GatedRepoError as error:
-        raise ValueError(f"The data set {repository!r} asks for consent: accept on its page, then `hf auth login`.") from error
+        raise ValueError(
+            f"The data set {repository!r} asks for consent: accept on its page, then `hf auth login`."
+        ) from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"Unknown data {repository!r}: the hub has no such data set. {POSSIBLE}.") from error
+        raise ValueError(
+            f"Unknown data {repository!r}: the hub has no such data set. {POSSIBLE}."
+        ) from error
     except Exception as error:  # of the network, whose classes depend on the hub's version
         wanted = isinstance(error, OfflineModeIsEnabled)
         if not seen.exists() and not wanted:
             raise _offline(repository, error) from error
-        return json.loads(seen.read_text())["revision"] if seen.exists() else None, None if wanted else error
+        return json.loads(seen.read_text())[
+            "revision"
+        ] if seen.exists() else None, None if wanted else error
     if not seen.exists() or json.loads(seen.read_text())["revision"] != revision:
         seen.parent.mkdir(parents=True, exist_ok=True)
         part = seen.with_suffix(f".{os.getpid()}.part")
@@ -317,7 +397,9 @@ def quiet_hub() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ImportError("The hub needs the package `huggingface_hub`: pip install huggingface_hub") from error
+        raise ImportError(
+            "The hub needs the package `huggingface_hub`: pip install huggingface_hub"
+        ) from error
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
     return huggingface_hub
 

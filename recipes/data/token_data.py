@@ -30,12 +30,14 @@ class TokenData:
 
     Attributes:
         name: What was asked for.
-        train: Token ids mapped from the cache: one after another (tokens,), or a row an example (examples, length).
+        train: Token ids mapped from the cache: one after another (tokens,), or a row an example
+            (examples, length).
         validation: The same, of what is held out.
         vocab_size: Ids are less than this.
         key: Hash of content, tokenizer and settings, which names the cache folder.
         tokenizer: The tokenizer's file, or None if tokens are bytes or digits.
-        ignored: How many targets at the start of each example do not count (those of a question, not of its answer).
+        ignored: How many targets at the start of each example do not count (those of a question,
+            not of its answer).
     """
 
     name: str
@@ -59,7 +61,9 @@ class TokenData:
         """
         tokens = {"train": self.train, "validation": self.validation}[name]
         if tokens.ndim == 1 and len(tokens) < window:
-            remedy = "Lower --context" + (" or raise --validation-fraction." if name == "validation" else ".")
+            remedy = "Lower --context" + (
+                " or raise --validation-fraction." if name == "validation" else "."
+            )
             raise ValueError(
                 f"The {name} part of {self.name} has {len(tokens):,} tokens, and one window takes {window:,}. {remedy}"
             )
@@ -68,14 +72,20 @@ class TokenData:
     def batches(self, part: str, *, batch_size: int, context: int, seed: int) -> Batches:
         """The batches of "train" or "validation"."""
         tokens = self.part(part, window=context + 1)
-        return Batches(tokens, batch_size=batch_size, context=context, seed=seed, ignored=self.ignored)
+        return Batches(
+            tokens, batch_size=batch_size, context=context, seed=seed, ignored=self.ignored
+        )
 
     def decode(self, ids: Tensor) -> str:
         """Tokens as text."""
         if self.tokenizer is not None:
             from tokenizers import Tokenizer
 
-            return str(Tokenizer.from_file(str(self.tokenizer)).decode(ids.tolist(), skip_special_tokens=False))
+            return str(
+                Tokenizer.from_file(str(self.tokenizer)).decode(
+                    ids.tolist(), skip_special_tokens=False
+                )
+            )
         if self.train.ndim == 2:
             return decode(ids)
         return bytes(ids.tolist()).decode(errors="replace")
@@ -100,9 +110,10 @@ def load_data(
     """Load tokens from the cache, writing them there first if need be.
 
     Args:
-        source: "stdlib", "addition", "addition:DIGITS", a file, a folder, a pattern like "data/*.jsonl", or a data set of the
-            hub as "NAME" or "NAME:CONFIG".
-        vocab_size: Of the byte-level BPE that is trained on the training part, if no tokenizer is given.
+        source: "stdlib", "addition", "addition:DIGITS", a file, a folder, a pattern like
+            "data/*.jsonl", or a data set of the hub as "NAME" or "NAME:CONFIG".
+        vocab_size: Of the byte-level BPE that is trained on the training part, if no tokenizer is
+            given.
         tokenizer: A tokenizer.json file, a name on the hub, or "bytes".
         cache: Folder; by default `default_cache()`.
         validation_fraction: How much to hold out, if the data come without a validation part.
@@ -117,16 +128,24 @@ def load_data(
         OSError: If the disk is full.
     """
     if not 0 < validation_fraction <= 0.5:
-        raise ValueError(f"Invalid validation_fraction={validation_fraction}. Must be more than 0 and at most 0.5.")
+        raise ValueError(
+            f"Invalid validation_fraction={validation_fraction}. Must be more than 0 and at most 0.5."
+        )
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"Invalid max_tokens={max_tokens}. Must be >= 1.")
     cache = default_cache() if cache is None else Path(cache)
-    settings: dict[str, Any] = {"format": FORMAT, "validation_fraction": validation_fraction, "max_tokens": max_tokens}
+    settings: dict[str, Any] = {
+        "format": FORMAT,
+        "validation_fraction": validation_fraction,
+        "max_tokens": max_tokens,
+    }
     if source.partition(":")[0] == "addition":
         digits = _digits(source)
         settings |= {"content": f"addition {digits}"}
         folder = cache / "tokens" / _key(settings)
-        record = cached(folder, lambda part: write_addition(part, digits, validation_fraction, max_tokens))
+        record = cached(
+            folder, lambda part: write_addition(part, digits, validation_fraction, max_tokens)
+        )
         ignored, width = 2 * digits + 1, 3 * digits + 3
     else:
         if tokenizer is None and vocab_size < SMALLEST_BPE:
@@ -135,16 +154,27 @@ def load_data(
                 "tokenizer='bytes'."
             )
         given = None if tokenizer in (None, "bytes") else open_tokenizer(str(tokenizer))
-        options: dict[str, Any] = {"validation_fraction": validation_fraction, "text_column": text_column}
-        opened = open_source(source, cache=cache, streaming=streaming, max_tokens=max_tokens, **options)
-        spelling = vocab_size if tokenizer is None else "bytes" if given is None else _key(given.to_str())
+        options: dict[str, Any] = {
+            "validation_fraction": validation_fraction,
+            "text_column": text_column,
+        }
+        opened = open_source(
+            source, cache=cache, streaming=streaming, max_tokens=max_tokens, **options
+        )
+        spelling = (
+            vocab_size if tokenizer is None else "bytes" if given is None else _key(given.to_str())
+        )
         settings |= {"content": opened.content, "tokenizer": spelling, "text_column": text_column}
         folder = cache / "tokens" / _key(settings)
         trained = vocab_size if tokenizer is None else None
         limits: dict[str, Any] = {"vocab_size": trained, "max_tokens": max_tokens}
-        record = cached(folder, lambda part: write_tokens(part, opened, source, tokenizer=given, **limits))
+        record = cached(
+            folder, lambda part: write_tokens(part, opened, source, tokenizer=given, **limits)
+        )
         ignored, width = 0, None
-    train, validation = (_mapped(folder / f"{part}.bin", record["dtype"], width) for part in ("train", "validation"))
+    train, validation = (
+        _mapped(folder / f"{part}.bin", record["dtype"], width) for part in ("train", "validation")
+    )
     file = folder / "tokenizer.json" if "tokenizer.json" in record["files"] else None
     return TokenData(source, train, validation, record["vocab_size"], folder.name, file, ignored)
 
@@ -168,10 +198,14 @@ def _digits(source: str) -> int:
     return int(digits or 5)
 
 
-def write_addition(folder: Path, digits: int, validation_fraction: float, max_tokens: int | None) -> dict[str, Any]:
+def write_addition(
+    folder: Path, digits: int, validation_fraction: float, max_tokens: int | None
+) -> dict[str, Any]:
     """Different random sums, a row each, split by a hash of the sum."""
     number = EXAMPLES if max_tokens is None else max(1, max_tokens // (3 * digits + 3))
-    drawn = int(1.1 * number / (1 - validation_fraction)) + 100  # some are held out, some drawn twice
+    drawn = (
+        int(1.1 * number / (1 - validation_fraction)) + 100
+    )  # some are held out, some drawn twice
     inputs, targets = addition(drawn, digits, answers_only=False)
     rows = torch.cat([inputs, targets[:, -1:]], dim=1).to(torch.uint8).numpy()
     sides: tuple[list[bytes], list[bytes]] = ([], [])
@@ -190,16 +224,18 @@ def write_addition(folder: Path, digits: int, validation_fraction: float, max_to
 class Batches:
     """Batches by number: `batches[step]` depends on the arguments and the step alone, so a resumed run sees what it would have.
 
-    Tokens in one row are cut into windows of `context` inputs, each with the next token as its target; the windows are drawn
-    in an order that depends on (seed, epoch), each once an epoch. A batch may end one epoch and begin the next. Less than
-    `context` tokens at the end are never seen.
+    Tokens in one row are cut into windows of `context` inputs, each with the next token as its
+    target; the windows are drawn in an order that depends on (seed, epoch), each once an epoch. A
+    batch may end one epoch and begin the next. Less than `context` tokens at the end are never
+    seen.
 
     Args:
         tokens: Ids (tokens,), or (examples, context + 1) to take whole examples.
         batch_size: Windows in a batch.
         context: Inputs in a window.
         seed: Of the order.
-        ignored: How many targets at the start of each window do not count: -100, which `F.cross_entropy` leaves out.
+        ignored: How many targets at the start of each window do not count: -100, which
+            `F.cross_entropy` leaves out.
 
     Attributes:
         windows: How many there are.
@@ -216,18 +252,30 @@ class Batches:
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
 
-    def __init__(self, tokens: Tensor, *, batch_size: int, context: int, seed: int, ignored: int = 0) -> None:
+    def __init__(
+        self, tokens: Tensor, *, batch_size: int, context: int, seed: int, ignored: int = 0
+    ) -> None:
         if batch_size < 1 or context < 1:
-            raise ValueError(f"Invalid batch_size={batch_size}, context={context}. Both must be integers >= 1.")
+            raise ValueError(
+                f"Invalid batch_size={batch_size}, context={context}. Both must be integers >= 1."
+            )
         if tokens.ndim == 2 and tokens.shape[1] != context + 1:
-            raise ValueError(f"Invalid context={context}. Must be {tokens.shape[1] - 1}, one less than an example's tokens.")
+            raise ValueError(
+                f"Invalid context={context}. Must be {tokens.shape[1] - 1}, one less than an example's tokens."
+            )
         self.windows = len(tokens) if tokens.ndim == 2 else (len(tokens) - 1) // context
         if self.windows < 1:
-            raise ValueError(f"Invalid context={context}. Must be less than the number of tokens, which is {len(tokens)}.")
+            raise ValueError(
+                f"Invalid context={context}. Must be less than the number of tokens, which is {len(tokens)}."
+            )
         self.batch_size, self.context, self.seed, self.ignored = batch_size, context, seed, ignored
         self.steps_per_epoch = max(1, self.windows // batch_size)
-        self._array = tokens.numpy()  # numpy takes from unsigned 16 bit arrays on every version of torch
-        self._orders: dict[int, np.ndarray] = {}  # of the last epochs asked for, which can be drawn again at any time
+        self._array = (
+            tokens.numpy()
+        )  # numpy takes from unsigned 16 bit arrays on every version of torch
+        self._orders: dict[
+            int, np.ndarray
+        ] = {}  # of the last epochs asked for, which can be drawn again at any time
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, (batch_size, context) each, of the batch number `step`, counted from 0 without end."""
@@ -235,7 +283,9 @@ class Batches:
             raise IndexError(f"Invalid step={step}. Must be >= 0.")
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs, places = positions // self.windows, positions % self.windows
-        chosen = np.concatenate([self._order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)])
+        chosen = np.concatenate(
+            [self._order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
+        )
         if self._array.ndim == 2:
             taken = self._array[chosen]
         else:
@@ -247,8 +297,12 @@ class Batches:
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()[:7], "big")
-            order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(seed)).numpy()
+            seed = int.from_bytes(
+                hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()[:7], "big"
+            )
+            order = torch.randperm(
+                self.windows, generator=torch.Generator().manual_seed(seed)
+            ).numpy()
             self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
         return self._orders[epoch]
 
@@ -263,14 +317,34 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="stdlib, addition[:DIGITS], a file or folder (text, JSONL, Parquet) or a hub NAME[:CONFIG] (default: %(default)s)",
     )
     group.add_argument(
-        "--tokenizer", help="a tokenizer.json, a hub name or 'bytes' (default: a byte-level BPE trained on the data)"
+        "--tokenizer",
+        help="a tokenizer.json, a hub name or 'bytes' (default: a byte-level BPE trained on the data)",
     )
-    group.add_argument("--vocab-size", type=int, default=1024, help="of the BPE trained on the data (default: %(default)s)")
-    group.add_argument("--max-tokens", type=int, help="at most so many tokens to train on, and to validate on")
-    group.add_argument("--validation-fraction", type=float, default=0.05, help="to hold out (default: %(default)s)")
-    group.add_argument("--text-column", default="text", help="of JSONL, Parquet and hub data (default: %(default)s)")
-    group.add_argument("--streaming", action="store_true", help="read hub data without storing all of them")
-    group.add_argument("--cache", type=Path, help="folder for tokens (default: $BLOCKOPT_CACHE or ~/.cache/blockopt)")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        default=1024,
+        help="of the BPE trained on the data (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-tokens", type=int, help="at most so many tokens to train on, and to validate on"
+    )
+    group.add_argument(
+        "--validation-fraction", type=float, default=0.05, help="to hold out (default: %(default)s)"
+    )
+    group.add_argument(
+        "--text-column",
+        default="text",
+        help="of JSONL, Parquet and hub data (default: %(default)s)",
+    )
+    group.add_argument(
+        "--streaming", action="store_true", help="read hub data without storing all of them"
+    )
+    group.add_argument(
+        "--cache",
+        type=Path,
+        help="folder for tokens (default: $BLOCKOPT_CACHE or ~/.cache/blockopt)",
+    )
 
 
 def load_from_arguments(arguments: argparse.Namespace) -> TokenData:

@@ -1,7 +1,8 @@
 """Text to token ids: byte-level BPE, a tokenizer of your own, or plain bytes; written once, then mapped from a cache.
 
-A cache folder holds `train.bin`, `validation.bin` (ids, one after another), `tokenizer.json` if there is one, and `meta.json`
-with the size and checksum of each. It is written under another name and renamed when complete, by one process at a time.
+A cache folder holds `train.bin`, `validation.bin` (ids, one after another), `tokenizer.json` if
+there is one, and `meta.json` with the size and checksum of each. It is written under another name
+and renamed when complete, by one process at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def say(message: str) -> None:
     Console(stderr=True, highlight=False).print(message, soft_wrap=True, markup=False)
 
 
-# --- tokenizers --------------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# --------------------------------------------------------------------------------------------------------------
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -50,14 +52,24 @@ def open_tokenizer(name: str) -> Tokenizer:
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"{path} is no tokenizer of the `tokenizers` package: {error}") from error
+            raise ValueError(
+                f"{path} is no tokenizer of the `tokenizers` package: {error}"
+            ) from error
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or path.exists():
-        raise FileNotFoundError(f"No tokenizer {str(path)!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'.")
+        raise FileNotFoundError(
+            f"No tokenizer {str(path)!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'."
+        )
     huggingface_hub = quiet_hub()
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Tokenizer.from_file(huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=True))
+        return Tokenizer.from_file(
+            huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=True)
+        )
     except LocalEntryNotFoundError:
         pass  # not there yet
     except ValueError as error:
@@ -65,7 +77,9 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"Invalid tokenizer={name!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'."
         ) from error
     try:
-        huggingface_hub.HfApi().model_info(name, timeout=10)  # fails at once without a network, a download only after retries
+        huggingface_hub.HfApi().model_info(
+            name, timeout=10
+        )  # fails at once without a network, a download only after retries
         return Tokenizer.from_file(huggingface_hub.hf_hub_download(name, "tokenizer.json"))
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         raise ValueError(
@@ -78,7 +92,9 @@ def open_tokenizer(name: str) -> Tokenizer:
         ) from error
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, characters: int = TRAINING_CHARACTERS) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, characters: int = TRAINING_CHARACTERS
+) -> Tokenizer:
     """Train a byte-level BPE, which can write any text, on the first so many characters.
 
     Example:
@@ -101,7 +117,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, characters: int = TRA
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(enough(), trainer)
     return tokenizer
@@ -122,12 +141,20 @@ class Encoder:
             self.vocab_size = max(vocabulary.values()) + 1
             ends = [vocabulary[token] for token in ENDS if token in vocabulary]
             if not ends:
-                raise ValueError(f"The tokenizer has no token for the end of a text. Must have one of {', '.join(ENDS)}.")
+                raise ValueError(
+                    f"The tokenizer has no token for the end of a text. Must have one of {', '.join(ENDS)}."
+                )
             self.end = ends[0]
             tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a text is text
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self.dtype = np.dtype(np.uint8 if self.vocab_size <= 1 << 8 else np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+        self.dtype = np.dtype(
+            np.uint8
+            if self.vocab_size <= 1 << 8
+            else np.uint16
+            if self.vocab_size <= 1 << 16
+            else np.int32
+        )
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Encode; long texts in pieces, for memory's sake, cut after a line break."""
@@ -135,10 +162,17 @@ class Encoder:
         if self.tokenizer is None:
             ids = [np.frombuffer(piece.encode(), np.uint8) for _, piece in pieces]
         else:
-            encoded = self.tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+            encoded = self.tokenizer.encode_batch_fast(
+                [piece for _, piece in pieces], add_special_tokens=False
+            )
             ids = [np.array(e.ids, self.dtype) for e in encoded]
-        last = [i == len(pieces) - 1 or pieces[i + 1][0] != pieces[i][0] for i in range(len(pieces))]
-        return [np.append(part, part.dtype.type(self.end)) if is_last else part for part, is_last in zip(ids, last)]
+        last = [
+            i == len(pieces) - 1 or pieces[i + 1][0] != pieces[i][0] for i in range(len(pieces))
+        ]
+        return [
+            np.append(part, part.dtype.type(self.end)) if is_last else part
+            for part, is_last in zip(ids, last)
+        ]
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -150,11 +184,18 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------------
+# --- writing
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def write_tokens(
-    folder: Path, source: Source, name: str, *, tokenizer: Tokenizer | None, vocab_size: int | None, max_tokens: int | None
+    folder: Path,
+    source: Source,
+    name: str,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    max_tokens: int | None,
 ) -> dict[str, Any]:
     """Tokenize a source into `train.bin` and `validation.bin`.
 
@@ -174,8 +215,15 @@ def write_tokens(
     if source.note:
         say(f"{name}: {source.note}")
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
 
         def watched(what: str, total: int | None) -> Iterator[Document]:
             task = progress.add_task(f"{name}: {what}", total=total)
@@ -185,14 +233,21 @@ def write_tokens(
             progress.update(task, completed=total)
 
         if vocab_size is not None:
-            learned = (document.text for document in watched("training the tokenizer", source.size) if not document.validation)
+            learned = (
+                document.text
+                for document in watched("training the tokenizer", source.size)
+                if not document.validation
+            )
             limit = min(TRAINING_CHARACTERS, 8 * max_tokens if max_tokens else TRAINING_CHARACTERS)
             tokenizer = train_tokenizer(learned, vocab_size, limit)
         encoder = Encoder(tokenizer)
         written, waiting_size = [0, 0], 0
         waiting: tuple[list[str], list[str]] = ([], [])
         limit = max_tokens or 1 << 62
-        with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
+        with (
+            (folder / "train.bin").open("wb") as train,
+            (folder / "validation.bin").open("wb") as validation,
+        ):
             files = (train, validation)
 
             def flush() -> None:
@@ -210,20 +265,29 @@ def write_tokens(
                 if waiting_size >= PIECE:
                     flush()
                     waiting_size = 0
-                    if written[0] >= limit and written[1]:  # a held-out document comes soon, see `split`
+                    if (
+                        written[0] >= limit and written[1]
+                    ):  # a held-out document comes soon, see `split`
                         break
             flush()
-    os.environ["TOKENIZERS_PARALLELISM"] = chosen or "false"  # unset, the package complains in processes forked later
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        chosen or "false"
+    )  # unset, the package complains in processes forked later
     if not all(written):
-        raise ValueError(f"Too little text in {name!r}: {written[0]:,} tokens to train on, {written[1]:,} held out.")
+        raise ValueError(
+            f"Too little text in {name!r}: {written[0]:,} tokens to train on, {written[1]:,} held out."
+        )
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if vocab_size is not None and encoder.vocab_size < vocab_size:
-        say(f"{name}: the text has words for a vocabulary of {encoder.vocab_size} only, not of {vocab_size}")
+        say(
+            f"{name}: the text has words for a vocabulary of {encoder.vocab_size} only, not of {vocab_size}"
+        )
     return {"vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
 
 
-# --- the cache ---------------------------------------------------------------------------------------------------------------
+# --- the cache
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -264,14 +328,21 @@ def _write(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         record = build(part)
-        record["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(part.iterdir())}
-        (part / "meta.json").write_text(json.dumps({"sha256": _record_checksum(record), "record": record}, indent=1))
+        record["files"] = {
+            p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(part.iterdir())
+        }
+        (part / "meta.json").write_text(
+            json.dumps({"sha256": _record_checksum(record), "record": record}, indent=1)
+        )
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        written, free = sum(p.stat().st_size for p in part.glob("*")), shutil.disk_usage(folder.parent).free
+        written, free = (
+            sum(p.stat().st_size for p in part.glob("*")),
+            shutil.disk_usage(folder.parent).free,
+        )
         problem = f"The disk is full ({error.strerror}; {written / 1e6:.1f} MB written, {free / 1e6:.1f} MB free)"
         raise OSError(error.errno, f"{problem}. {_not_writable(folder)}") from error
     finally:

@@ -26,11 +26,23 @@ from recipes.paper_figures.models import (
 from recipes.paper_figures.outcome import Check, Outcome, Run, exponent_check
 
 ROLES = ("value", "query")
-EXPONENTS = {"outer value": 2, "full value": 2, "outer query": 6, "functional query": 5, "full query": 5}
-PARTS = {"outer": "outer product part H_o", "functional": "functional part H_f", "full": "whole Hessian H"}
+EXPONENTS = {
+    "outer value": 2,
+    "full value": 2,
+    "outer query": 6,
+    "functional query": 5,
+    "full query": 5,
+}
+PARTS = {
+    "outer": "outer product part H_o",
+    "functional": "functional part H_f",
+    "full": "whole Hessian H",
+}
 
 
-def panels(rows: int, columns: int, width: float = 4.0, height: float = 3.4) -> tuple[Any, list[Any]]:
+def panels(
+    rows: int, columns: int, width: float = 4.0, height: float = 3.4
+) -> tuple[Any, list[Any]]:
     """A new figure, and its axes row by row."""
     from matplotlib.figure import Figure
 
@@ -45,7 +57,11 @@ def scales(run: Run, low: float, high: float) -> Tensor:
 
 def chosen(data: Growth, word: str) -> dict[str, Tensor]:
     """The norms whose label has a word in it and that are not zero."""
-    return {label: norms for label, norms in data.norms.items() if word in label and bool((norms > 0).all())}
+    return {
+        label: norms
+        for label, norms in data.norms.items()
+        if word in label and bool((norms > 0).all())
+    }
 
 
 def one_layer(run: Run, norm: Norm, sigmas: Tensor, title: str) -> Growth:
@@ -70,11 +86,21 @@ def figure_3a(run: Run) -> Outcome:
     figure, axes = panels(1, 3)
     for ax, (part, name) in zip(axes, PARTS.items()):
         growth_lines(data.scales, chosen(data, part), EXPONENTS, title=name, ax=ax)
-    figure.suptitle("Without norms the query block grows with σ⁵, the value block with σ²", fontsize=11)
-    checks = [exponent_check(data, label, exponent, tolerance=0.3) for label, exponent in EXPONENTS.items()]
+    figure.suptitle(
+        "Without norms the query block grows with σ⁵, the value block with σ²", fontsize=11
+    )
+    checks = [
+        exponent_check(data, label, exponent, tolerance=0.3)
+        for label, exponent in EXPONENTS.items()
+    ]
     largest = float(data.norms["functional value"].max())
     checks.append(Check("largest norm of functional value", "0", largest, 0.0, 0.0))
-    return Outcome("Growth of Hessian blocks with σ, no norms", setting(run, run.effort.width, "exact"), checks, figure)
+    return Outcome(
+        "Growth of Hessian blocks with σ, no norms",
+        setting(run, run.effort.width, "exact"),
+        checks,
+        figure,
+    )
 
 
 def figure_3b(run: Run) -> Outcome:
@@ -83,7 +109,9 @@ def figure_3b(run: Run) -> Outcome:
     figure, axes = panels(1, 3)
     for ax, (part, name) in zip(axes, PARTS.items()):
         growth_lines(data.scales, chosen(data, part), high=math.inf, title=name, ax=ax)
-    figure.suptitle("With pre-norm query and value blocks grow alike (fitted over all σ)", fontsize=11)
+    figure.suptitle(
+        "With pre-norm query and value blocks grow alike (fitted over all σ)", fontsize=11
+    )
     checks = []
     for high, where in ((math.inf, "all σ"), (1.0, "σ < 1")):
         found = data.exponents(0.0, high)
@@ -91,9 +119,18 @@ def figure_3b(run: Run) -> Outcome:
             query, value = found[f"{part} query"], found[f"{part} value"]
             what = f"{part}: exponent of query {query.value:.2f} minus value {value.value:.2f}, {where}"
             error = math.hypot(query.standard_error, value.standard_error)
-            predicted = "much smaller than without norms, 4" if part == "outer" else "much smaller than without norms, 3"
+            predicted = (
+                "much smaller than without norms, 4"
+                if part == "outer"
+                else "much smaller than without norms, 3"
+            )
             checks.append(Check(what, predicted, query.value - value.value, -1.0, 1.0, error))
-    return Outcome("Growth of Hessian blocks with σ, pre-norm", setting(run, run.effort.width, "exact"), checks, figure)
+    return Outcome(
+        "Growth of Hessian blocks with σ, pre-norm",
+        setting(run, run.effort.width, "exact"),
+        checks,
+        figure,
+    )
 
 
 def figure_5(run: Run) -> Outcome:
@@ -105,7 +142,13 @@ def figure_5(run: Run) -> Outcome:
         data = one_layer(run, "none", sigmas, f"Figure 5, σ to {high:g}")
         for ax, (part, name) in zip(axes[3 * row : 3 * row + 3], PARTS.items()):
             growth_lines(
-                sigmas, chosen(data, part), EXPONENTS, high=math.inf, logarithmic=False, title=f"{name}, σ to {high:g}", ax=ax
+                sigmas,
+                chosen(data, part),
+                EXPONENTS,
+                high=math.inf,
+                logarithmic=False,
+                title=f"{name}, σ to {high:g}",
+                ax=ax,
             )
         for label, exponent in EXPONENTS.items():
             low = 0.0 if high == 1 else 1.0
@@ -116,14 +159,30 @@ def figure_5(run: Run) -> Outcome:
     return Outcome("Growth on linear axes", setting(run, run.effort.width, "exact"), checks, figure)
 
 
-def worst(data: Growth, part: str, layers: range, predicted: float, what: str, *, tolerance: float, high: float = 1.0) -> Check:
+def worst(
+    data: Growth,
+    part: str,
+    layers: range,
+    predicted: float,
+    what: str,
+    *,
+    tolerance: float,
+    high: float = 1.0,
+) -> Check:
     """The exponent that is farthest from the predicted one among the layers."""
     found = data.exponents(0.0, high)
-    labels = [f"{part} layer {layer + 1}" for layer in layers if f"{part} layer {layer + 1}" in found]
+    labels = [
+        f"{part} layer {layer + 1}" for layer in layers if f"{part} layer {layer + 1}" in found
+    ]
     far = max(labels, key=lambda label: abs(found[label].value - predicted))
     low, top = predicted - tolerance, predicted + tolerance
     return Check(
-        f"{what}: {far}, farthest of {len(labels)}", f"{predicted:g}", found[far].value, low, top, found[far].standard_error
+        f"{what}: {far}, farthest of {len(labels)}",
+        f"{predicted:g}",
+        found[far].value,
+        low,
+        top,
+        found[far].standard_error,
     )
 
 
@@ -142,24 +201,49 @@ def figure_6(run: Run) -> Outcome:
                 if layer == depth - 1:  # exact: nothing above it mixes positions
                     norms = last_layer_norms(model, inputs, targets, ROLES)
                 else:
-                    norms = estimated_norms(model, inputs, targets, layer, ROLES, run.effort.probes, seed)
+                    norms = estimated_norms(
+                        model, inputs, targets, layer, ROLES, run.effort.probes, seed
+                    )
                 found.update({f"{label} layer {layer + 1}": norm for label, norm in norms.items()})
             return found
 
-        data = run.growth(functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 6, depth {depth}")
+        data = run.growth(
+            functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 6, depth {depth}"
+        )
         shown = ("outer value", "full value", "functional query", "full query")
         for ax, part in zip(axes[4 * row :], shown):
-            lines = {label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()}
-            growth_lines(data.scales, lines, {"layer 1": EXPONENTS[part]}, title=f"depth {depth}: {part} blocks", ax=ax)
+            lines = {
+                label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()
+            }
+            growth_lines(
+                data.scales,
+                lines,
+                {"layer 1": EXPONENTS[part]},
+                title=f"depth {depth}: {part} blocks",
+                ax=ax,
+            )
         for part, exponent in EXPONENTS.items():
-            checks.append(worst(data, part, range(depth), exponent, f"depth {depth}", tolerance=0.5))
-        if int((data.scales >= 1).sum()) > 1:  # "the top layer quite closely follows our prediction, also for σ > 1"
+            checks.append(
+                worst(data, part, range(depth), exponent, f"depth {depth}", tolerance=0.5)
+            )
+        if (
+            int((data.scales >= 1).sum()) > 1
+        ):  # "the top layer quite closely follows our prediction, also for σ > 1"
             for part in ("outer value", "full query"):
-                beyond = exponent_check(data, f"{part} layer {depth}", EXPONENTS[part], tolerance=1.0, low=1.0, high=math.inf)
+                beyond = exponent_check(
+                    data,
+                    f"{part} layer {depth}",
+                    EXPONENTS[part],
+                    tolerance=1.0,
+                    low=1.0,
+                    high=math.inf,
+                )
                 checks.append(replace(beyond, what=f"depth {depth}, σ > 1: {beyond.what}"))
         near = int((data.scales - 0.1).abs().argmin())
         for part in ("full value", "full query"):
-            bottom, top = (float(data.mean()[f"{part} layer {layer}"][near]) for layer in (1, depth))
+            bottom, top = (
+                float(data.mean()[f"{part} layer {layer}"][near]) for layer in (1, depth)
+            )
             ratio, what = (
                 bottom / top,
                 f"depth {depth}: {part} of layer 1 over layer {depth} at σ = {float(data.scales[near]):.2g}",
@@ -174,9 +258,17 @@ def figure_6(run: Run) -> Outcome:
                 0.0,
             )
         )
-    figure.suptitle("Several layers without norms: for σ < 1 each follows the exponents of a single one", fontsize=11)
+    figure.suptitle(
+        "Several layers without norms: for σ < 1 each follows the exponents of a single one",
+        fontsize=11,
+    )
     norms = "top layers exact, others estimated"
-    return Outcome("Growth in transformers of several layers", setting(run, run.effort.deep_width, norms), checks, figure)
+    return Outcome(
+        "Growth in transformers of several layers",
+        setting(run, run.effort.deep_width, norms),
+        checks,
+        figure,
+    )
 
 
 def figure_7(run: Run) -> Outcome:
@@ -191,39 +283,101 @@ def figure_7(run: Run) -> Outcome:
             model = LinearAttentionChain(run.effort.deep_width, depth, scale=sigma, seed=seed)
             found = {}
             for layer in range(depth):
-                norms = estimated_norms(model, inputs, targets, layer, ROLES, run.effort.probes, seed)
+                norms = estimated_norms(
+                    model, inputs, targets, layer, ROLES, run.effort.probes, seed
+                )
                 found.update({f"{label} layer {layer + 1}": norm for label, norm in norms.items()})
             return found
 
-        data = run.growth(functools.partial(measure, depth=depth), scales(run, -1, 0), f"Figure 7, depth {depth}")
+        data = run.growth(
+            functools.partial(measure, depth=depth), scales(run, -1, 0), f"Figure 7, depth {depth}"
+        )
         exponent = linear_attention_exponents(depth)["outer"]
         everywhere = math.inf
-        for ax, part in zip(axes[4 * row :], ("outer value", "full value", "outer query", "full query")):
-            lines = {label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()}
+        for ax, part in zip(
+            axes[4 * row :], ("outer value", "full value", "outer query", "full query")
+        ):
+            lines = {
+                label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()
+            }
             growth_lines(
-                data.scales, lines, {f"layer {depth}": exponent}, high=everywhere, title=f"depth {depth}: {part} blocks", ax=ax
+                data.scales,
+                lines,
+                {f"layer {depth}": exponent},
+                high=everywhere,
+                title=f"depth {depth}: {part} blocks",
+                ax=ax,
             )
         for role in ROLES:
             checks.append(
-                worst(data, f"outer {role}", range(depth), exponent, f"depth {depth}", tolerance=1e-6, high=everywhere)
+                worst(
+                    data,
+                    f"outer {role}",
+                    range(depth),
+                    exponent,
+                    f"depth {depth}",
+                    tolerance=1e-6,
+                    high=everywhere,
+                )
             )
             last = worst(
-                data, f"full {role}", range(depth - 1, depth), exponent, f"depth {depth}", tolerance=1e-6, high=everywhere
+                data,
+                f"full {role}",
+                range(depth - 1, depth),
+                exponent,
+                f"depth {depth}",
+                tolerance=1e-6,
+                high=everywhere,
             )
             checks.append(last)
             functional = float(
-                data.norms[f"functional {role} layer {depth}"].max() / data.norms[f"outer {role} layer {depth}"].max()
+                data.norms[f"functional {role} layer {depth}"].max()
+                / data.norms[f"outer {role} layer {depth}"].max()
             )
-            checks.append(Check(f"depth {depth}: functional {role} of the last layer, relative", "0", functional, 0.0, 1e-10))
+            checks.append(
+                Check(
+                    f"depth {depth}: functional {role} of the last layer, relative",
+                    "0",
+                    functional,
+                    0.0,
+                    1e-10,
+                )
+            )
             if depth > 1:
-                slope = min(float(data.local_slopes()[f"full {role} layer {layer}"][-1]) for layer in range(1, depth))
-                what = f"depth {depth}: slope of full {role} at σ near 1, smallest of earlier layers"
-                checks.append(Check(what, f"towards {exponent} for larger σ", slope, 0.75 * exponent, 1.25 * exponent))
-                slope = max(float(data.local_slopes()[f"full {role} layer {layer}"][0]) for layer in range(1, depth))
+                slope = min(
+                    float(data.local_slopes()[f"full {role} layer {layer}"][-1])
+                    for layer in range(1, depth)
+                )
+                what = (
+                    f"depth {depth}: slope of full {role} at σ near 1, smallest of earlier layers"
+                )
+                checks.append(
+                    Check(
+                        what,
+                        f"towards {exponent} for larger σ",
+                        slope,
+                        0.75 * exponent,
+                        1.25 * exponent,
+                    )
+                )
+                slope = max(
+                    float(data.local_slopes()[f"full {role} layer {layer}"][0])
+                    for layer in range(1, depth)
+                )
                 what = f"depth {depth}: slope of full {role} at the smallest σ, largest of earlier layers"
-                checks.append(Check(what, f"below {exponent}: only for larger σ", slope, 0.0, 0.75 * exponent))
-    figure.suptitle("Linear attention: the outer part grows with σ^(2·3^D) in every layer, D the depth", fontsize=11)
-    return Outcome("Growth in linear attention networks", setting(run, run.effort.deep_width, "estimated"), checks, figure)
+                checks.append(
+                    Check(what, f"below {exponent}: only for larger σ", slope, 0.0, 0.75 * exponent)
+                )
+    figure.suptitle(
+        "Linear attention: the outer part grows with σ^(2·3^D) in every layer, D the depth",
+        fontsize=11,
+    )
+    return Outcome(
+        "Growth in linear attention networks",
+        setting(run, run.effort.deep_width, "estimated"),
+        checks,
+        figure,
+    )
 
 
 def figure_8(run: Run) -> Outcome:
@@ -237,23 +391,50 @@ def figure_8(run: Run) -> Outcome:
 
         def measure(sigma: float, seed: int, depth: int) -> dict[str, float]:
             generator = torch.Generator().manual_seed(seed)
-            x = (normal(generator, CLASSES, width, width=width) * (sigma / 0.8 * math.sqrt(width))).detach()[inputs[counts]]
-            weights = [normal(generator, width, width, width=width).detach() for _ in range(depth - 1)]
+            x = (
+                normal(generator, CLASSES, width, width=width) * (sigma / 0.8 * math.sqrt(width))
+            ).detach()[inputs[counts]]
+            weights = [
+                normal(generator, width, width, width=width).detach() for _ in range(depth - 1)
+            ]
             weights.append(normal(generator, width, CLASSES, width=width).detach())
             norms = linear_mlp_norms(x, weights)
             return {f"layer {layer + 1}": norm for layer, norm in enumerate(norms)}
 
-        data = run.growth(functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 8, depth {depth}")
-        growth_lines(data.scales, data.norms, {"layer 1": 2}, high=math.inf, title=f"linear MLP, depth {depth}", ax=ax)
+        data = run.growth(
+            functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 8, depth {depth}"
+        )
+        growth_lines(
+            data.scales,
+            data.norms,
+            {"layer 1": 2},
+            high=math.inf,
+            title=f"linear MLP, depth {depth}",
+            ax=ax,
+        )
         ax.legend(fontsize=6, loc="lower right")
         found = data.exponents()
         far = max(found, key=lambda label: abs(found[label].value - 2))
         checks.append(
-            Check(f"depth {depth}: exponent of {far}, farthest of {depth}", "2", found[far].value, 2 - 1e-6, 2 + 1e-6)
+            Check(
+                f"depth {depth}: exponent of {far}, farthest of {depth}",
+                "2",
+                found[far].value,
+                2 - 1e-6,
+                2 + 1e-6,
+            )
         )
         if depth > 1:
             levels = torch.stack([mean[-1] for mean in data.mean().values()])
             ratio = float(levels.max() / levels.min())
-            checks.append(Check(f"depth {depth}: largest over smallest layer", "1: the lines overlap", ratio, 1.0, 1.5))
+            checks.append(
+                Check(
+                    f"depth {depth}: largest over smallest layer",
+                    "1: the lines overlap",
+                    ratio,
+                    1.0,
+                    1.5,
+                )
+            )
     figure.suptitle("Linear MLPs: every block grows with σ², at any depth", fontsize=11)
     return Outcome("Growth in linear MLPs", setting(run, width, "exact"), checks, figure)

@@ -28,7 +28,12 @@ from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
 from recipes.data.addition import addition
 from recipes.paper_figures.growth import panels
-from recipes.paper_figures.models import PatchTransformer, Transformer, last_layer_hessian, synthetic_images
+from recipes.paper_figures.models import (
+    PatchTransformer,
+    Transformer,
+    last_layer_hessian,
+    synthetic_images,
+)
 from recipes.paper_figures.outcome import Check, Outcome, Run, mean_check, sign_check
 
 ATTENTION = ("query", "key", "value", "output")
@@ -59,17 +64,35 @@ def figure_1(run: Run) -> Outcome:
         ratios.append(log_median(found["value"]) - log_median(found["query"]))
         step()
     figure, axes = panels(1, 3, 5.2, 4.6)
-    hessian_heatmap(matrix, sizes, title="GPT-2 block at initialisation: the whole Hessian", ax=axes[0])
+    hessian_heatmap(
+        matrix, sizes, title="GPT-2 block at initialisation: the whole Hessian", ax=axes[0]
+    )
     chosen = torch.cat([operator.entries(f"layers.0.{role}") for role in ATTENTION])
     attention = matrix[chosen][:, chosen]
-    hessian_heatmap(attention, {role: sizes[role] for role in ATTENTION}, title="Its attention weights", ax=axes[1])
+    hessian_heatmap(
+        attention,
+        {role: sizes[role] for role in ATTENTION},
+        title="Its attention weights",
+        ax=axes[1],
+    )
     entry_histograms(blocks, title="Query entries are far smaller than value entries", ax=axes[2])
     what = "decades from the median query entry to the median value entry"
     checks = [mean_check(what, "about 2", ratios, 1.5, 2.5)]
     # The closed form and the whole matrix are two ways to the same numbers.
     start = operator.entries("layers.0.value")
-    error = float((matrix[start][:, start].double() - blocks["value"]).norm() / blocks["value"].norm())
-    checks.append(Check("value block: closed form against autograd in float32, relative", "0", error, 0.0, 1e-4, ours=True))
+    error = float(
+        (matrix[start][:, start].double() - blocks["value"]).norm() / blocks["value"].norm()
+    )
+    checks.append(
+        Check(
+            "value block: closed form against autograd in float32, relative",
+            "0",
+            error,
+            0.0,
+            1e-4,
+            ours=True,
+        )
+    )
     setting = f"d = {run.effort.small}, MLP {4 * run.effort.small}, {run.effort.samples} sums, {run.effort.repeats} repeats"
     return Outcome("Hessian of a GPT-2 block at initialisation", setting, checks, figure)
 
@@ -82,7 +105,9 @@ def figure_4(run: Run) -> Outcome:
     step = run.steps("Figure 4", 2 * run.effort.repeats)
     for seed in range(run.effort.repeats):
         for softmax in (True, False):
-            hessian = last_layer_hessian(Transformer(run.effort.small, softmax=softmax, seed=seed), inputs, targets)
+            hessian = last_layer_hessian(
+                Transformer(run.effort.small, softmax=softmax, seed=seed), inputs, targets
+            )
             for role in ("value", "query"):
                 label = f"{role}, {'softmax' if softmax else 'linear'}"
                 block = hessian.block(role, role)
@@ -99,11 +124,32 @@ def figure_4(run: Run) -> Outcome:
         return [x - y for x, y in zip(medians[a], medians[b])]
 
     checks = [
-        mean_check("softmax: decades from query to value", "about 2", difference("value, softmax", "query, softmax"), 1.5, 2.5),
-        mean_check("linear: decades from query to value", "about 0", difference("value, linear", "query, linear"), -0.75, 0.75),
-        mean_check("query: decades from softmax to linear", "large", difference("query, linear", "query, softmax"), 1.0),
         mean_check(
-            "value: decades from softmax to linear", "small", difference("value, linear", "value, softmax"), -0.75, 0.75
+            "softmax: decades from query to value",
+            "about 2",
+            difference("value, softmax", "query, softmax"),
+            1.5,
+            2.5,
+        ),
+        mean_check(
+            "linear: decades from query to value",
+            "about 0",
+            difference("value, linear", "query, linear"),
+            -0.75,
+            0.75,
+        ),
+        mean_check(
+            "query: decades from softmax to linear",
+            "large",
+            difference("query, linear", "query, softmax"),
+            1.0,
+        ),
+        mean_check(
+            "value: decades from softmax to linear",
+            "small",
+            difference("value, linear", "value, softmax"),
+            -0.75,
+            0.75,
         ),
     ]
     setting = f"d = {run.effort.small}, {run.effort.samples} sums, {run.effort.repeats} repeats"
@@ -140,11 +186,30 @@ def figure_sink(run: Run) -> Outcome:
             step()
         decades = torch.tensor(curves, dtype=torch.float64).log10()
         change = decades - decades[:, :1]
-        for index, (what, color) in enumerate((("bulk", role_color("query")), ("largest outlier", role_color("value")))):
-            axes[0].plot(biases, (10 ** change[..., index].mean(0)).tolist(), style, color=color, label=f"{what}: {name}")
+        for index, (what, color) in enumerate(
+            (("bulk", role_color("query")), ("largest outlier", role_color("value")))
+        ):
+            axes[0].plot(
+                biases,
+                (10 ** change[..., index].mean(0)).tolist(),
+                style,
+                color=color,
+                label=f"{what}: {name}",
+            )
         values = change[:, -1].unbind(-1)
-        checks.append(sign_check(f"{name}: decades that the bulk moves", "< 0: shrinks", values[0].tolist(), -1))
-        checks.append(sign_check(f"{name}: decades that the largest outlier moves", "> 0: grows", values[1].tolist(), 1))
+        checks.append(
+            sign_check(
+                f"{name}: decades that the bulk moves", "< 0: shrinks", values[0].tolist(), -1
+            )
+        )
+        checks.append(
+            sign_check(
+                f"{name}: decades that the largest outlier moves",
+                "> 0: grows",
+                values[1].tolist(),
+                1,
+            )
+        )
     axes[0].set_yscale("log")
     axes[0].set_xlabel("bias b of the first token")
     axes[0].set_ylabel("size, relative to b = 0")
@@ -167,7 +232,9 @@ def figure_sink(run: Run) -> Outcome:
     top = 2 * max(float(values.abs().max()) for values in spectra.values())
     axes[1].set_ylim(-top, top)
     axes[1].set_yticks([-10.0, -1.0, -0.1, 0.0, 0.1, 1.0, 10.0])
-    axes[1].set_title("Scalar attention: all eigenvalues, first token 3, bias b on scores", fontsize=10)
+    axes[1].set_title(
+        "Scalar attention: all eigenvalues, first token 3, bias b on scores", fontsize=10
+    )
     inputs, targets = addition(run.effort.samples // 4)
     width = run.effort.small // 2
     for ax, norm in zip(axes[2:], ("none", "pre")):
@@ -183,11 +250,16 @@ def figure_sink(run: Run) -> Outcome:
                 matrix = dense(HessianOperator(gpt2, loss, names=names, check_deterministic=False))
                 found[f"sink {bias:g}"] = torch.linalg.eigvalsh(matrix)
             ends.append(
-                [math.log10(float((v[-1] - v[0]) / (found["sink 0"][-1] - found["sink 0"][0]))) for v in found.values()][-1]
+                [
+                    math.log10(float((v[-1] - v[0]) / (found["sink 0"][-1] - found["sink 0"][0])))
+                    for v in found.values()
+                ][-1]
             )
             if seed == 0:
                 name = "no norms" if norm == "none" else "pre-norm"
-                spectral_densities(found, title=f"GPT-2, 2 layers, {name}: Hessian of all layers", ax=ax)
+                spectral_densities(
+                    found, title=f"GPT-2, 2 layers, {name}: Hessian of all layers", ax=ax
+                )
             step()
         what = f"GPT-2, {norm} norm: decades that λ_max - λ_min moves from sink 0 to 8"
         checks.append(sign_check(what, "> 0: stretches", ends, 1))
@@ -214,7 +286,9 @@ class Trained:
             optimizer.step()
         self.after = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         with torch.no_grad():
-            self.accuracy = float((self.model(self.unseen).argmax(-1) == self.unseen_labels).double().mean())
+            self.accuracy = float(
+                (self.model(self.unseen).argmax(-1) == self.unseen_labels).double().mean()
+            )
 
     def loss(self) -> Tensor:
         """On one batch of 128 images."""
@@ -229,14 +303,20 @@ class Trained:
 def figure_gap_heatmap(run: Run) -> Outcome:
     """The second paper's heat maps: the Hessian of a post-norm block at initialisation and after training.
 
-    The paper does not say how its pixels are scaled, and the blocks grow with different powers of that scale: hence two.
+    The paper does not say how its pixels are scaled, and the blocks grow with different powers of
+    that scale: hence two.
     """
     number = run.effort.repeats
     step = run.steps("Heat maps", 4 * number)
     figure, axes = panels(2, 2, 5.4, 4.4)
     whens, scales, size = ("at initialisation", "after training"), (0.31, 1.0), run.effort.small**2
-    parts = {role: torch.arange(index * size, (index + 1) * size) for index, role in enumerate(ATTENTION[:3])}
-    excess: dict[tuple[float, str], list[float]] = {(scale, when): [] for scale in scales for when in whens}
+    parts = {
+        role: torch.arange(index * size, (index + 1) * size)
+        for index, role in enumerate(ATTENTION[:3])
+    }
+    excess: dict[tuple[float, str], list[float]] = {
+        (scale, when): [] for scale in scales for when in whens
+    }
     accuracies = []
     for scale, seed in itertools.product(scales, range(number)):
         trained = Trained(run, seed, scale)
@@ -247,20 +327,34 @@ def figure_gap_heatmap(run: Run) -> Outcome:
             mean = {role: float(matrix[p][:, p].abs().mean()) for role, p in parts.items()}
             excess[scale, when].append(math.log10(mean["value"] / max(mean["query"], mean["key"])))
             if seed == 0 and scale == scales[0]:
-                hessian_heatmap(matrix, dict.fromkeys(parts, size), title=f"Post-norm block {when}", ax=axes[2 * row])
+                hessian_heatmap(
+                    matrix,
+                    dict.fromkeys(parts, size),
+                    title=f"Post-norm block {when}",
+                    ax=axes[2 * row],
+                )
                 mass = block_mass(matrix, parts)
                 block_mass_heatmap(
-                    mass.labels, mass.matrix, title=f"{when.capitalize()}: share of ‖H‖², %", ax=axes[2 * row + 1]
+                    mass.labels,
+                    mass.matrix,
+                    title=f"{when.capitalize()}: share of ‖H‖², %",
+                    ax=axes[2 * row + 1],
                 )
             step()
     what = "decades from the larger of query, key to value, mean |entry|"
     checks = [
-        sign_check(f"pixels of deviation {scale}, {when}: {what}", "> 0: value-value is largest", values, 1)
+        sign_check(
+            f"pixels of deviation {scale}, {when}: {what}", "> 0: value-value is largest", values, 1
+        )
         for (scale, when), values in excess.items()
     ]
-    accuracy = mean_check("accuracy on other images", "over 0.5, as the paper trains to", accuracies, low=0.5)
+    accuracy = mean_check(
+        "accuracy on other images", "over 0.5, as the paper trains to", accuracies, low=0.5
+    )
     checks.append(replace(accuracy, ours=True))
-    figure.suptitle("A post-norm vision block on images that we make (pixels of deviation 0.31)", fontsize=11)
+    figure.suptitle(
+        "A post-norm vision block on images that we make (pixels of deviation 0.31)", fontsize=11
+    )
     setting = f"d = {run.effort.small}, 9 patches, 10 classes, {run.effort.steps} steps, 128 images, {number} repeats"
     return Outcome("Heat maps of a post-norm block", setting, checks, figure)
 
@@ -272,7 +366,12 @@ def figure_gap_norms(run: Run) -> Outcome:
     parameters, curvatures = [], []
     for seed in range(number):
         trained = Trained(run, seed)
-        parameters.append([float(trained.model.get_parameter(f"layer.{role}").detach().norm()) for role in ATTENTION])
+        parameters.append(
+            [
+                float(trained.model.get_parameter(f"layer.{role}").detach().norm())
+                for role in ATTENTION
+            ]
+        )
         curvatures.append([float(trained.hessian([role]).norm()) for role in ATTENTION])
         step()
     figure, axes = panels(1, 2, 4.6, 3.4)
@@ -282,14 +381,27 @@ def figure_gap_norms(run: Run) -> Outcome:
     ):
         table = torch.tensor(values, dtype=torch.float64)
         error = (table.std(0) / math.sqrt(number)).tolist() if number > 1 else None
-        ax.bar(ATTENTION, table.mean(0).tolist(), yerr=error, capsize=3, color=[role_color(role) for role in ATTENTION])
+        ax.bar(
+            ATTENTION,
+            table.mean(0).tolist(),
+            yerr=error,
+            capsize=3,
+            color=[role_color(role) for role in ATTENTION],
+        )
         ax.set_title(f"{name}, after training", fontsize=10)
     checks = []
     for what, values in (("weights", parameters), ("Hessian blocks", curvatures)):
         for role, index in (("key", 1), ("value", 2)):
-            decades = [math.log10(row[index] / max(row[0], row[3])) for row in values]  # query and output
+            decades = [
+                math.log10(row[index] / max(row[0], row[3])) for row in values
+            ]  # query and output
             checks.append(
-                sign_check(f"{what}: decades from query and output to {role}", "> 0: keys and values dominate", decades, 1)
+                sign_check(
+                    f"{what}: decades from query and output to {role}",
+                    "> 0: keys and values dominate",
+                    decades,
+                    1,
+                )
             )
     figure.suptitle("A post-norm vision block on images that we make: norms by role", fontsize=11)
     setting = f"d = {run.effort.small}, {run.effort.steps} steps, one batch of 128 images, {number} repeats"
@@ -311,7 +423,9 @@ def figure_loss_difference(run: Run) -> Outcome:
     orders = max(2, run.effort.repeats)
     step = run.steps("Loss differences", orders)
     with torch.no_grad():
-        losses = F.cross_entropy(trained.model(trained.unseen), trained.unseen_labels, reduction="none")
+        losses = F.cross_entropy(
+            trained.model(trained.unseen), trained.unseen_labels, reduction="none"
+        )
     generator = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(orders):
@@ -326,13 +440,31 @@ def figure_loss_difference(run: Run) -> Outcome:
     smooth = fit_exponent(sizes[start:] + 1.0, average[start:])
     figure, axes = panels(1, 2, 5.4, 3.8)
     ax = axes[0]
-    ax.plot(sizes.tolist(), differences[0].tolist(), ".", markersize=2, color="#bbbbbb", label="one order of the samples")
-    ax.plot(sizes.tolist(), average.tolist(), color=role_color("query"), label=f"its moving average: k^{smooth.value:.2f}")
+    ax.plot(
+        sizes.tolist(),
+        differences[0].tolist(),
+        ".",
+        markersize=2,
+        color="#bbbbbb",
+        label="one order of the samples",
+    )
+    ax.plot(
+        sizes.tolist(),
+        average.tolist(),
+        color=role_color("query"),
+        label=f"its moving average: k^{smooth.value:.2f}",
+    )
     line = math.exp(rate.intercept) * (sizes + 1.0) ** rate.value
     ax.plot(
-        sizes.tolist(), line.tolist(), "--", color=role_color("value"), label=f"mean of {orders} orders: k^{rate.value:.2f}"
+        sizes.tolist(),
+        line.tolist(),
+        "--",
+        color=role_color("value"),
+        label=f"mean of {orders} orders: k^{rate.value:.2f}",
     )
-    ax.plot(sizes.tolist(), bound.tolist(), ":", color="black", label="bound, largest loss / (k + 1)")
+    ax.plot(
+        sizes.tolist(), bound.tolist(), ":", color="black", label="bound, largest loss / (k + 1)"
+    )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(bottom=float(average.min()) / 30)
@@ -344,12 +476,28 @@ def figure_loss_difference(run: Run) -> Outcome:
     names = [name for name, _ in trained.model.named_parameters()]
     update = {n: -0.1 * g for n, g in zip(names, gradients) if n.split(".")[-1] in WEIGHTS}
     found = loss_difference(trained.model, trained.loss, update)
-    found = replace(found, labels=tuple(label.removeprefix("layer.").split(":")[0] for label in found.labels))
+    found = replace(
+        found, labels=tuple(label.removeprefix("layer.").split(":")[0] for label in found.labels)
+    )
     loss_difference_bars(found, title="What a gradient step (lr 0.1) does to the loss", ax=axes[1])
     checks = [
-        Check(f"power of k, mean of {orders} orders", "-1", rate.value, -1.1, -0.9, rate.standard_error),
+        Check(
+            f"power of k, mean of {orders} orders",
+            "-1",
+            rate.value,
+            -1.1,
+            -0.9,
+            rate.standard_error,
+        ),
         Check("power of k, moving average of one order", "-1", smooth.value, -1.25, -0.75),
-        Check("share of differences above the bound", "0", float((differences > bound).double().mean()), 0.0, 0.0, ours=True),
+        Check(
+            "share of differences above the bound",
+            "0",
+            float((differences > bound).double().mean()),
+            0.0,
+            0.0,
+            ours=True,
+        ),
         Check(
             "second order of the step's difference over the actual one",
             "1, to second order",
@@ -359,6 +507,8 @@ def figure_loss_difference(run: Run) -> Outcome:
             ours=True,
         ),
     ]
-    figure.suptitle("Loss differences of a trained post-norm vision block, images that we make", fontsize=11)
+    figure.suptitle(
+        "Loss differences of a trained post-norm vision block, images that we make", fontsize=11
+    )
     setting = f"d = {run.effort.small}, {run.effort.steps} steps, {len(losses)} other images, accuracy {trained.accuracy:.2f}"
     return Outcome("Loss differences", setting, checks, figure)

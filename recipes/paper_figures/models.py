@@ -22,7 +22,9 @@ Norm = Literal["none", "pre", "post"]
 
 def normal(generator: torch.Generator, *shape: int, width: int) -> nn.Parameter:
     """GPT-2's initialisation as the paper has it: N(0, 0.64 / width), in float64."""
-    return nn.Parameter(0.8 / math.sqrt(width) * torch.randn(shape, generator=generator, dtype=torch.float64))
+    return nn.Parameter(
+        0.8 / math.sqrt(width) * torch.randn(shape, generator=generator, dtype=torch.float64)
+    )
 
 
 def causal(length: int) -> Tensor:
@@ -31,7 +33,13 @@ def causal(length: int) -> Tensor:
 
 
 def attend(
-    x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softmax: bool = True, sink: float = 0.0
+    x: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    softmax: bool = True,
+    sink: float = 0.0,
 ) -> Tensor:
     """One head of attention on x (B, L, d); `sink` is added to all scores of the first token."""
     scores = (x @ query) @ (x @ key).mT / math.sqrt(query.shape[-1])
@@ -43,13 +51,18 @@ def attend(
 class Layer(nn.Module):
     """Attention with one head and a ReLU MLP, each with a residual connection.
 
-    "pre": `x + attention(LN(x))`, `x + mlp(LN(x))`; "post": `LN(x + attention(x))`, `LN(x + mlp(x))`; "none": no norms.
+    "pre": `x + attention(LN(x))`, `x + mlp(LN(x))`; "post": `LN(x + attention(x))`, `LN(x +
+    mlp(x))`; "none": no norms.
     """
 
-    def __init__(self, width: int, mlp_width: int, norm: Norm, softmax: bool, generator: torch.Generator) -> None:
+    def __init__(
+        self, width: int, mlp_width: int, norm: Norm, softmax: bool, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.norm, self.softmax, self.sink = norm, softmax, 0.0
-        self.query, self.key, self.value, self.output = (normal(generator, width, width, width=width) for _ in range(4))
+        self.query, self.key, self.value, self.output = (
+            normal(generator, width, width, width=width) for _ in range(4)
+        )
         self.mlp_in = normal(generator, width, mlp_width, width=width)
         self.mlp_in_bias = nn.Parameter(torch.zeros(mlp_width, dtype=torch.float64))
         self.mlp_out = normal(generator, mlp_width, width, width=width)
@@ -71,7 +84,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:  # (B, L, d)
         """The stream after the layer."""
-        mixed = attend(self.before(x), self.query, self.key, self.value, visible, self.softmax, self.sink)
+        mixed = attend(
+            self.before(x), self.query, self.key, self.value, visible, self.softmax, self.sink
+        )
         return self.above_attention(x, mixed @ self.output)
 
 
@@ -83,7 +98,8 @@ class Transformer(nn.Module):
         depth: Number of layers.
         norm: "pre" also has a norm at the end, as GPT-2; "none" none at all.
         softmax: Or linear attention.
-        scale: σ, standard deviation of the embeddings of tokens and positions; as the other weights by default.
+        scale: σ, standard deviation of the embeddings of tokens and positions; as the other weights
+            by default.
         seed: Of all weights. It draws the same numbers for any scale.
     """
 
@@ -100,8 +116,12 @@ class Transformer(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.norm: Norm = norm
-        self.tokens, self.positions = (normal(generator, rows, width, width=width) for rows in (CLASSES, 17))
-        self.layers = nn.ModuleList(Layer(width, 4 * width, norm, softmax, generator) for _ in range(depth))
+        self.tokens, self.positions = (
+            normal(generator, rows, width, width=width) for rows in (CLASSES, 17)
+        )
+        self.layers = nn.ModuleList(
+            Layer(width, 4 * width, norm, softmax, generator) for _ in range(depth)
+        )
         self.unembedding = normal(generator, width, CLASSES, width=width)
         self.unembedding_bias = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
         if scale is not None:
@@ -133,15 +153,22 @@ class LinearAttentionChain(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.tokens, self.positions = (
-            nn.Parameter(scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)) for rows in (CLASSES, 17)
+            nn.Parameter(scale * torch.randn(rows, width, generator=generator, dtype=torch.float64))
+            for rows in (CLASSES, 17)
         )
-        weights = [{r: normal(generator, width, width, width=width) for r in ("query", "key", "value")} for _ in range(depth)]
+        weights = [
+            {r: normal(generator, width, width, width=width) for r in ("query", "key", "value")}
+            for _ in range(depth)
+        ]
         self.layers = nn.ModuleList(nn.ParameterDict(w) for w in weights)
         self.unembedding = normal(generator, width, CLASSES, width=width)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean squared error against one-hot targets, over those that count."""
-        x, visible = self.tokens[inputs] + self.positions[: inputs.shape[1]], causal(inputs.shape[1])
+        x, visible = (
+            self.tokens[inputs] + self.positions[: inputs.shape[1]],
+            causal(inputs.shape[1]),
+        )
         for layer in self.layers:
             x = attend(x, layer["query"], layer["key"], layer["value"], visible, softmax=False)
         counts = targets != IGNORED
@@ -168,19 +195,36 @@ class PatchTransformer(nn.Module):
 
 
 def synthetic_images(
-    number: int, *, classes: int = 10, side: int = 12, noise: float = 1.0, pixel: float = 0.31, seed: int = 0
+    number: int,
+    *,
+    classes: int = 10,
+    side: int = 12,
+    noise: float = 1.0,
+    pixel: float = 0.31,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Images that we make: a smooth pattern a class, shifted at random, with noise; as patches of 4 x 4, and their classes.
 
-    Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31. The patterns are the same for all
-    seeds. Returns (number, tokens, 16) and (number,).
+    Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31. The
+    patterns are the same for all seeds. Returns (number, tokens, 16) and (number,).
     """
-    shapes = torch.randn(classes, 1, side // 2, side // 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    patterns = F.interpolate(shapes, size=(side, side), mode="bilinear", align_corners=False).squeeze(1)
+    shapes = torch.randn(
+        classes,
+        1,
+        side // 2,
+        side // 2,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
+    patterns = F.interpolate(
+        shapes, size=(side, side), mode="bilinear", align_corners=False
+    ).squeeze(1)
     generator = torch.Generator().manual_seed(seed + 1)
     labels = torch.randint(classes, (number,), generator=generator)
     shifts = torch.randint(-1, 2, (number, 2), generator=generator).tolist()
-    images = torch.stack([patterns[label].roll(shift, (0, 1)) for label, shift in zip(labels.tolist(), shifts)])
+    images = torch.stack(
+        [patterns[label].roll(shift, (0, 1)) for label, shift in zip(labels.tolist(), shifts)]
+    )
     images = images + noise * torch.randn(images.shape, generator=generator, dtype=torch.float64)
     images = pixel * (images - images.mean()) / images.std()
     patches = images.unfold(1, 4, 4).unfold(2, 4, 4)  # (B, 3, 3, 4, 4)
@@ -192,7 +236,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
-def last_layer_hessian(model: Transformer, inputs: Tensor, targets: Tensor, part: Part = "full") -> SelfAttentionHessian:
+def last_layer_hessian(
+    model: Transformer, inputs: Tensor, targets: Tensor, part: Part = "full"
+) -> SelfAttentionHessian:
     """The exact Hessian of the attention weights of the last layer: nothing above them mixes positions."""
     with torch.no_grad():
         visible, x = causal(inputs.shape[1]), model.embed(inputs)
@@ -208,17 +254,33 @@ def last_layer_hessian(model: Transformer, inputs: Tensor, targets: Tensor, part
     weights = [getattr(layer, role).detach() for role in ("query", "key", "value", "output")]
     seen = layer.before(x).detach()
     activation = "softmax" if layer.softmax else "linear"
-    return SelfAttentionHessian(seen, *weights[:3], W_U=weights[3], loss=loss, mask=visible, activation=activation)
+    return SelfAttentionHessian(
+        seen, *weights[:3], W_U=weights[3], loss=loss, mask=visible, activation=activation
+    )
 
 
-def last_layer_norms(model: Transformer, inputs: Tensor, targets: Tensor, roles: Sequence[str]) -> dict[str, float]:
+def last_layer_norms(
+    model: Transformer, inputs: Tensor, targets: Tensor, roles: Sequence[str]
+) -> dict[str, float]:
     """Exact Frobenius norms of H_o, H_f (split at the logits) and H of the last layer, `{"outer query": …}`."""
     outer = last_layer_hessian(model, inputs, targets, "outer")
-    if model.norm == "none":  # ReLU networks are linear between kinks: all second derivatives are those of attention
-        chosen = {"outer": (outer, "outer"), "functional": (outer, "functional"), "full": (outer, "full")}
+    if (
+        model.norm == "none"
+    ):  # ReLU networks are linear between kinks: all second derivatives are those of attention
+        chosen = {
+            "outer": (outer, "outer"),
+            "functional": (outer, "functional"),
+            "full": (outer, "full"),
+        }
     else:
-        functional, full = (last_layer_hessian(model, inputs, targets, part) for part in ("functional", "full"))
-        chosen = {"outer": (outer, "outer"), "functional": (functional, "full"), "full": (full, "full")}
+        functional, full = (
+            last_layer_hessian(model, inputs, targets, part) for part in ("functional", "full")
+        )
+        chosen = {
+            "outer": (outer, "outer"),
+            "functional": (functional, "full"),
+            "full": (full, "full"),
+        }
     return {
         f"{name} {role}": float(hessian.factored(role, part=part).frobenius())
         for name, (hessian, part) in chosen.items()
@@ -227,27 +289,41 @@ def last_layer_norms(model: Transformer, inputs: Tensor, targets: Tensor, roles:
 
 
 def estimated_norms(
-    model: nn.Module, inputs: Tensor, targets: Tensor, layer: int, roles: Sequence[str], probes: int, seed: int
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    layer: int,
+    roles: Sequence[str],
+    probes: int,
+    seed: int,
 ) -> dict[str, float]:
     """The same for any layer, estimated with random signs as in the paper; H is `H_o + H_f` on the same probes."""
     found = {}
     for role in roles:
         options = {"names": [f"layers.{layer}.{role}"], "check_deterministic": False}
         loss = lambda: model(inputs, targets)  # noqa: E731
-        G, functional = GaussNewtonOperator(model, loss, **options), FunctionalOperator(model, loss, **options)
+        G, functional = (
+            GaussNewtonOperator(model, loss, **options),
+            FunctionalOperator(model, loss, **options),
+        )
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(2, (G.shape[0], probes), generator=generator).mul(2).sub(1).double()
         products = {"outer": G @ signs, "functional": functional @ signs}
         products["full"] = products["outer"] + products["functional"]
-        found.update({f"{part} {role}": float(p.square().sum(0).mean().sqrt()) for part, p in products.items()})
+        found.update(
+            {
+                f"{part} {role}": float(p.square().sum(0).mean().sqrt())
+                for part, p in products.items()
+            }
+        )
     return found
 
 
 def linear_mlp_norms(x: Tensor, weights: Sequence[Tensor]) -> list[float]:
     """Exact Frobenius norms of the diagonal blocks of `F.mse_loss(x W_1 ... W_D, any target)`, x (N, d).
 
-    A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product of the weights above it, A: its norm is
-    the product of two.
+    A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product of the
+    weights above it, A: its norm is the product of two.
     """
     above = [torch.eye(weights[-1].shape[1], dtype=x.dtype)]
     for W in reversed(weights[1:]):

@@ -47,10 +47,41 @@ class Effort:
 
 
 FULL = Effort(
-    repeats=20, scales=20, width=128, deep_width=128, sequences=64, probes=20, depth=5, small=16, samples=64, steps=1000
+    repeats=20,
+    scales=20,
+    width=128,
+    deep_width=128,
+    sequences=64,
+    probes=20,
+    depth=5,
+    small=16,
+    samples=64,
+    steps=1000,
 )
-QUICK = Effort(repeats=3, scales=8, width=128, deep_width=48, sequences=8, probes=10, depth=3, small=16, samples=64, steps=300)
-TINY = Effort(repeats=2, scales=4, width=8, deep_width=6, sequences=2, probes=4, depth=2, small=4, samples=4, steps=5)
+QUICK = Effort(
+    repeats=3,
+    scales=8,
+    width=128,
+    deep_width=48,
+    sequences=8,
+    probes=10,
+    depth=3,
+    small=16,
+    samples=64,
+    steps=300,
+)
+TINY = Effort(
+    repeats=2,
+    scales=4,
+    width=8,
+    deep_width=6,
+    sequences=2,
+    probes=4,
+    depth=2,
+    small=4,
+    samples=4,
+    steps=5,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +95,8 @@ class Check:
         low: Smallest that agrees.
         high: Largest that agrees.
         error: Standard error over repeats, NaN if there is none.
-        ours: Whether it is no statement of the paper but one of ours about the run: a figure where it fails is not reproduced.
+        ours: Whether it is no statement of the paper but one of ours about the run: a figure where
+            it fails is not reproduced.
     """
 
     what: str
@@ -88,7 +120,13 @@ class Check:
         else:
             criterion = f"{self.low:.8g} to {self.high:.8g}"
         predicted = f"(ours) {self.predicted}" if self.ours else self.predicted
-        return [self.what, predicted, f"{self.measured:.4g}{error}", criterion, "yes" if self.holds else "NO"]
+        return [
+            self.what,
+            predicted,
+            f"{self.measured:.4g}{error}",
+            criterion,
+            "yes" if self.holds else "NO",
+        ]
 
 
 HEADER = ["what", "paper", "measured", "criterion", "holds"]
@@ -132,12 +170,19 @@ class Outcome:
             }
             for c in self.checks
         ]
-        return {"title": self.title, "setting": self.setting, "verdict": self.verdict, "checks": checks}
+        return {
+            "title": self.title,
+            "setting": self.setting,
+            "verdict": self.verdict,
+            "checks": checks,
+        }
 
     def markdown(self) -> str:
         """The table of checks."""
         rows = [HEADER, ["---"] * len(HEADER), *(check.row() for check in self.checks)]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
+        )
 
 
 class Run:
@@ -158,7 +203,9 @@ class Run:
         task, bars = self.progress.add_task(title, total=total), self.progress
         return lambda: bars.advance(task)
 
-    def growth(self, measure: Callable[[float, int], Mapping[str, float]], scales: Tensor, title: str) -> Growth:
+    def growth(
+        self, measure: Callable[[float, int], Mapping[str, float]], scales: Tensor, title: str
+    ) -> Growth:
         """Norms at all scales, of all repeats."""
         step = self.steps(title, len(scales) * self.effort.repeats)
 
@@ -171,15 +218,34 @@ class Run:
 
 
 def exponent_check(
-    data: Growth, label: str, predicted: float, *, tolerance: float, low: float = 0.0, high: float = 1.0
+    data: Growth,
+    label: str,
+    predicted: float,
+    *,
+    tolerance: float,
+    low: float = 0.0,
+    high: float = 1.0,
 ) -> Check:
     """That a norm grows with the predicted exponent over `low <= σ < high`."""
     found = data.exponents(low, high)[label]
     what = f"exponent of {label}"
-    return Check(what, f"{predicted:g}", found.value, predicted - tolerance, predicted + tolerance, found.standard_error)
+    return Check(
+        what,
+        f"{predicted:g}",
+        found.value,
+        predicted - tolerance,
+        predicted + tolerance,
+        found.standard_error,
+    )
 
 
-def mean_check(what: str, predicted: str, values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Check:
+def mean_check(
+    what: str,
+    predicted: str,
+    values: Sequence[float],
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> Check:
     """That the mean of repeats, of a logarithm say, lies in a range."""
     mean, error = _mean(values)
     return Check(what, predicted, mean, low, high, error)
@@ -189,7 +255,14 @@ def sign_check(what: str, predicted: str, values: Sequence[float], sign: Literal
     """That the mean of repeats is positive, or negative, by two standard errors at least."""
     mean, error = _mean(values)
     beyond = 0.0 if math.isnan(error) else 2 * error
-    return Check(what, predicted, mean, beyond if sign > 0 else -math.inf, math.inf if sign > 0 else -beyond, error)
+    return Check(
+        what,
+        predicted,
+        mean,
+        beyond if sign > 0 else -math.inf,
+        math.inf if sign > 0 else -beyond,
+        error,
+    )
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

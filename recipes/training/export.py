@@ -18,7 +18,9 @@ from recipes.training.processes import together
 from recipes.training.training_state import averaged_weights, whole_weights
 
 
-def export_model(accelerator: Accelerator, model: nn.Module, optimizer: Any, tokenizer: Path | None, folder: Path) -> None:
+def export_model(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, tokenizer: Path | None, folder: Path
+) -> None:
     """Write the weights that are evaluated: sharded ones gathered on rank 0, schedulefree's averaged. All ranks must call it.
 
     Args:
@@ -33,18 +35,31 @@ def export_model(accelerator: Accelerator, model: nn.Module, optimizer: Any, tok
     """
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     if importlib.util.find_spec("transformers") is None:
-        accelerator.print(f"The weights are in the checkpoints only: {folder} is written where transformers is installed.")
+        accelerator.print(
+            f"The weights are in the checkpoints only: {folder} is written where transformers is installed."
+        )
         return
-    if isinstance(plain, GPT2) and (plain.config.norm, plain.config.attention) != ("pre", "softmax"):
-        accelerator.print(f"transformers has no such GPT-2: the weights are in the checkpoints only, not in {folder}.")
+    if isinstance(plain, GPT2) and (plain.config.norm, plain.config.attention) != (
+        "pre",
+        "softmax",
+    ):
+        accelerator.print(
+            f"transformers has no such GPT-2: the weights are in the checkpoints only, not in {folder}."
+        )
         return
     with averaged_weights(optimizer):
         weights = whole_weights(accelerator, model)
-        together(lambda: _write(plain, weights, tokenizer, folder) if accelerator.is_main_process else None)
+        together(
+            lambda: (
+                _write(plain, weights, tokenizer, folder) if accelerator.is_main_process else None
+            )
+        )
     accelerator.print(f"The model is in {folder}.")
 
 
-def _write(plain: nn.Module, weights: Mapping[str, Tensor], tokenizer: Path | None, folder: Path) -> None:
+def _write(
+    plain: nn.Module, weights: Mapping[str, Tensor], tokenizer: Path | None, folder: Path
+) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -20,16 +20,36 @@ SIZES = ("width", "depth", "heads", "norm", "attention")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say what to train."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="0.5M", choices=PRESETS, help="sizes of our GPT-2 (default: %(default)s)")
-    group.add_argument("--context", type=int, help="tokens in a sequence (default: the preset's, or what the data need)")
+    group.add_argument(
+        "--model", default="0.5M", choices=PRESETS, help="sizes of our GPT-2 (default: %(default)s)"
+    )
+    group.add_argument(
+        "--context",
+        type=int,
+        help="tokens in a sequence (default: the preset's, or what the data need)",
+    )
     group.add_argument("--width", type=int, help="instead of the preset's; so are the next two")
     group.add_argument("--depth", type=int, help="number of blocks")
     group.add_argument("--heads", type=int, help="number of attention heads")
-    group.add_argument("--norm", choices=("pre", "post", "none"), help="before or after each residual branch, or nowhere")
-    group.add_argument("--attention", choices=("softmax", "linear"), help="linear: the masked scores themselves")
+    group.add_argument(
+        "--norm",
+        choices=("pre", "post", "none"),
+        help="before or after each residual branch, or nowhere",
+    )
+    group.add_argument(
+        "--attention", choices=("softmax", "linear"), help="linear: the masked scores themselves"
+    )
     given = group.add_mutually_exclusive_group()
-    given.add_argument("--hf-config", metavar="NAME", help="a fresh transformers model: config.json, its folder or a hub name")
-    given.add_argument("--hf-checkpoint", metavar="NAME", help="fine-tune a transformers model: its folder or a hub name")
+    given.add_argument(
+        "--hf-config",
+        metavar="NAME",
+        help="a fresh transformers model: config.json, its folder or a hub name",
+    )
+    given.add_argument(
+        "--hf-checkpoint",
+        metavar="NAME",
+        help="fine-tune a transformers model: its folder or a hub name",
+    )
 
 
 def check_model_arguments(arguments: argparse.Namespace) -> None:
@@ -40,7 +60,9 @@ def check_model_arguments(arguments: argparse.Namespace) -> None:
     """
     given = [name for name in SIZES if getattr(arguments, name) is not None]
     if (arguments.hf_config or arguments.hf_checkpoint) and given:
-        raise ValueError(f"--{given[0]} is an option of our GPT-2. Models of transformers have theirs in their config.")
+        raise ValueError(
+            f"--{given[0]} is an option of our GPT-2. Models of transformers have theirs in their config."
+        )
     if arguments.context is not None and arguments.context < 1:
         raise ValueError(f"Invalid --context={arguments.context}. Must be >= 1.")
     gpt2_config(arguments, vocab_size=1, context=1)  # checks the sizes
@@ -66,8 +88,12 @@ def _tokenizer_of(checkpoint: str) -> str:
 
 def gpt2_config(arguments: argparse.Namespace, *, vocab_size: int, context: int) -> GPT2Config:
     """The preset, with what the flags change."""
-    changed = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
-    return dataclasses.replace(PRESETS[arguments.model], vocab_size=vocab_size, context=context, **changed)
+    changed = {
+        name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None
+    }
+    return dataclasses.replace(
+        PRESETS[arguments.model], vocab_size=vocab_size, context=context, **changed
+    )
 
 
 def context_of(arguments: argparse.Namespace, data: TokenData) -> int:
@@ -77,11 +103,15 @@ def context_of(arguments: argparse.Namespace, data: TokenData) -> int:
         ValueError: If the data need another than is asked for.
     """
     if data.context is not None and arguments.context not in (None, data.context):
-        raise ValueError(f"Invalid --context={arguments.context}. Examples of {data.name} need {data.context}.")
+        raise ValueError(
+            f"Invalid --context={arguments.context}. Examples of {data.name} need {data.context}."
+        )
     return data.context or arguments.context or PRESETS[arguments.model].context
 
 
-def build_model(arguments: argparse.Namespace, data: TokenData, positions: int | None = None) -> nn.Module:
+def build_model(
+    arguments: argparse.Namespace, data: TokenData, positions: int | None = None
+) -> nn.Module:
     """The model that the flags ask for, with the vocabulary of the data.
 
     Args:
@@ -105,7 +135,9 @@ def build_model(arguments: argparse.Namespace, data: TokenData, positions: int |
         ) from error
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and context > longest:
-        raise ValueError(f"Invalid --context={context}. Must be at most {longest}, the positions that the model has.")
+        raise ValueError(
+            f"Invalid --context={context}. Must be at most {longest}, the positions that the model has."
+        )
     model.config.use_cache = False
     return model.train()
 
@@ -114,7 +146,9 @@ def _of_transformers(arguments: argparse.Namespace, data: TokenData) -> Any:
     import transformers
 
     if arguments.hf_checkpoint:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.hf_checkpoint, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            arguments.hf_checkpoint, dtype=torch.float32
+        )
         if model.config.vocab_size < data.vocab_size:
             raise ValueError(
                 f"The data have {data.vocab_size:,} tokens, and {arguments.hf_checkpoint} knows {model.config.vocab_size:,}. "

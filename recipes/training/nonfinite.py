@@ -53,7 +53,9 @@ def _labels(entry: Blocks, bad: list[bool]) -> str:
     if len(labels) <= SHOWN:
         return ", ".join(labels)
     counts = Counter(role for role, is_bad in zip(entry.block_roles, bad) if is_bad)
-    return ", ".join(f"{number} of {seen[role]} blocks of {role}" for role, number in counts.items())
+    return ", ".join(
+        f"{number} of {seen[role]} blocks of {role}" for role, number in counts.items()
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -71,9 +73,13 @@ def describe_nonfinite(model: nn.Module, step: int, loss: float | None, checkpoi
     """
     weights, gradients = (nonfinite_blocks(model, gradients=kind) for kind in (False, True))
     if loss is None:
-        lines = [f"Step {step}: {len(weights)} weights are not finite after it. No checkpoint was written."]
+        lines = [
+            f"Step {step}: {len(weights)} weights are not finite after it. No checkpoint was written."
+        ]
     else:
-        lines = [f"Step {step}: the loss is {loss} and {len(gradients)} gradients are not finite. The step was not taken."]
+        lines = [
+            f"Step {step}: the loss is {loss} and {len(gradients)} gradients are not finite. The step was not taken."
+        ]
     for what, found in (("weight", weights), ("gradient", gradients)):
         lines += [f"  {what} {name}: {where}" for name, where in list(found.items())[:SHOWN]]
         lines += [f"  … and {len(found) - SHOWN} more"] if len(found) > SHOWN else []

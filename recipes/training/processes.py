@@ -16,12 +16,31 @@ from blockopt.curvature import ESTIMATORS
 from recipes.common.checkpoints import CheckpointError, RunIsLockedError
 
 Result = TypeVar("Result")
-EXPECTED = (CheckpointError, RunIsLockedError, FloatingPointError, ValueError, OSError, ImportError)  # said without a traceback
-# What cannot step on shards, or (schedulefree) not be saved: found by trying all of them under FSDP2.
+EXPECTED = (
+    CheckpointError,
+    RunIsLockedError,
+    FloatingPointError,
+    ValueError,
+    OSError,
+    ImportError,
+)  # said without a traceback
+# What cannot step on shards, or (schedulefree) not be saved: found by trying all of them under
+# FSDP2.
 WHOLE_OPTIMIZERS = ("soap", "sophia", "schedulefree")
 WHOLE_OPTIMIZERS += tuple(
     f"torch_optimizer:{name}"
-    for name in ["A2GradExp", "A2GradInc", "A2GradUni", "Adafactor", "AdamP", "MADGRAD", "NovoGrad", "SGDP", "SWATS", "Shampoo"]
+    for name in [
+        "A2GradExp",
+        "A2GradInc",
+        "A2GradUni",
+        "Adafactor",
+        "AdamP",
+        "MADGRAD",
+        "NovoGrad",
+        "SGDP",
+        "SWATS",
+        "Shampoo",
+    ]
 )
 
 
@@ -40,8 +59,13 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
         log_with=arguments.track,
         project_dir=arguments.output,
     )
-    if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it does the same on CPUs.
+    if (
+        cpu
+        and accelerator.num_processes > 1
+        and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    ):
+        # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it
+        # does the same on CPUs.
         for state in (PartialState(), accelerator.state):
             state.distributed_type = DistributedType.FSDP
         plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -59,12 +83,18 @@ def check_accelerator(accelerator: Accelerator, arguments: argparse.Namespace) -
     made = (accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
     if made != (arguments.precision, arguments.accumulate):
         asked = f"--precision {arguments.precision} --accumulate {arguments.accumulate}"
-        raise ValueError(f"accelerate is configured for precision {made[0]} and {made[1]} micro-batches, not for {asked}.")
+        raise ValueError(
+            f"accelerate is configured for precision {made[0]} and {made[1]} micro-batches, not for {asked}."
+        )
     estimator = ESTIMATORS.get(arguments.curvature)
     if accelerator.is_fsdp2 and estimator is not None and not estimator.works_sharded:
-        raise ValueError(f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2.")
+        raise ValueError(
+            f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2."
+        )
     if accelerator.is_fsdp2 and arguments.optimizer in WHOLE_OPTIMIZERS:
-        raise ValueError(f"--optimizer {arguments.optimizer} needs whole weights. Train with DDP, or take another under FSDP2.")
+        raise ValueError(
+            f"--optimizer {arguments.optimizer} needs whole weights. Train with DDP, or take another under FSDP2."
+        )
 
 
 def together(task: Callable[[], Result]) -> Result:

@@ -16,9 +16,29 @@ from recipes.data.token_data import TokenData
 from recipes.training.processes import by_rank_0, together
 
 # What may differ between a run and its resumption; all else decides what it computes.
-FREE = ("output", "resume", "keep", "checkpoint_every", "eval_every", "eval_batches", "print_every", "track", "cache", "cpu")
-# What names the data: these may be written in another way, as long as the data are the same (`data_key`).
-FREE += ("data", "tokenizer", "vocab_size", "max_tokens", "validation_fraction", "text_column", "streaming")
+FREE = (
+    "output",
+    "resume",
+    "keep",
+    "checkpoint_every",
+    "eval_every",
+    "eval_batches",
+    "print_every",
+    "track",
+    "cache",
+    "cpu",
+)
+# What names the data: these may be written in another way, as long as the data are the same
+# (`data_key`).
+FREE += (
+    "data",
+    "tokenizer",
+    "vocab_size",
+    "max_tokens",
+    "validation_fraction",
+    "text_column",
+    "streaming",
+)
 
 
 @contextmanager
@@ -42,18 +62,27 @@ def check_folder(folder: Path, resume: bool) -> None:
     """
     log, steps = folder / "log.jsonl", Checkpoints(folder / "checkpoints").steps()
     if not resume and (log.exists() or steps):
-        raise CheckpointError(f"There is a run in {folder}. Go on with it (--resume), or choose another --output.")
+        raise CheckpointError(
+            f"There is a run in {folder}. Go on with it (--resume), or choose another --output."
+        )
     if resume and steps and not log.exists():
-        raise CheckpointError(f"There are checkpoints in {folder}, but no log.jsonl. Put it back, or choose another --output.")
+        raise CheckpointError(
+            f"There are checkpoints in {folder}, but no log.jsonl. Put it back, or choose another --output."
+        )
 
 
 def settings_of(arguments: argparse.Namespace, data: TokenData) -> dict[str, Any]:
     """All flags, and the key of the data, as plain data."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+    }
     return plain | {"data_key": data.key}
 
 
-def last_state(checkpoints: Checkpoints, accelerator: Accelerator, settings: dict[str, Any]) -> dict[str, Any] | None:
+def last_state(
+    checkpoints: Checkpoints, accelerator: Accelerator, settings: dict[str, Any]
+) -> dict[str, Any] | None:
     """The last good checkpoint, chosen by rank 0 and read by all, or None.
 
     Raises:
@@ -78,9 +107,15 @@ def check_settings(saved: dict[str, Any], settings: dict[str, Any], folder: Path
     Raises:
         CheckpointError: If something differs that decides what it computes.
     """
-    names = [name for name in settings if name not in FREE and saved.get(name, settings[name]) != settings[name]]
+    names = [
+        name
+        for name in settings
+        if name not in FREE and saved.get(name, settings[name]) != settings[name]
+    ]
     if names:
         shown = ["data" if name == "data_key" else name for name in names]
         was = ", ".join(f"{name} {saved[name]!r}, now {settings[name]!r}" for name in shown)
         other = " (not the same tokens)" if "data_key" in names else ""
-        raise CheckpointError(f"The run in {folder} had {was}{other}. Give the same, or another --output.")
+        raise CheckpointError(
+            f"The run in {folder} had {was}{other}. Give the same, or another --output."
+        )

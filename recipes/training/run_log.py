@@ -1,13 +1,13 @@
 """The log of a run: one JSON object a line, each step once, also when the run was killed and resumed.
 
-{"kind": "config", "arguments": {"optimizer": "block-adamw", …, "data_key": "1c9f…"}, "seeds": {…}, "processes": 1,
- "parameters": 462816, "tokens": 3510044, "command": […], "started": "2026-01-31T12:00:00", "git": "6917c69", "versions": {…}}
-{"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3, "tokens_per_second": 21000.0, "seconds": 0.1}
-{"kind": "evaluation", "step": 100, "loss": 4.2}
-{"kind": "scales", "step": 101, "scales": {"query": 1.7, …}}
-{"kind": "resumed", "step": 200, "command": […], "started": …, "git": …, "versions": {…}}
-{"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan …"}
-{"kind": "end", "step": 1000, "loss": 3.1}
+{"kind": "config", "arguments": {"optimizer": "block-adamw", …, "data_key": "1c9f…"}, "seeds": {…},
+ "processes": 1, "parameters": 462816, "tokens": 3510044, "command": […], "started":
+ "2026-01-31T12:00:00", "git": "6917c69", "versions": {…}}
+{"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3, "tokens_per_second":
+21000.0, "seconds": 0.1} {"kind": "evaluation", "step": 100, "loss": 4.2} {"kind": "scales", "step":
+101, "scales": {"query": 1.7, …}} {"kind": "resumed", "step": 200, "command": […], "started": …,
+"git": …, "versions": {…}} {"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan
+…"} {"kind": "end", "step": 1000, "loss": 3.1}
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class RunLog:
     """A JSONL file that is written line by line, as a context manager.
 
     Args:
-        path: The file; it is made if need be, and added to. None writes nothing, on all ranks but the first.
-        after: Leave out what an earlier part of the run wrote beyond this step, which will be done again.
+        path: The file; it is made if need be, and added to. None writes nothing, on all ranks but
+            the first.
+        after: Leave out what an earlier part of the run wrote beyond this step, which will be done
+            again.
     """
 
     def __init__(self, path: Path | None, after: int | None = None) -> None:
@@ -42,7 +44,9 @@ class RunLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             if after is not None and path.exists():
                 lines = read_log(path) if after > 0 else []
-                kept = [line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"]
+                kept = [
+                    line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"
+                ]
                 part = path.with_name(f".{path.name}.part")
                 with part.open("wb") as file:
                     file.writelines(_encoded(line) for line in kept)
@@ -71,7 +75,9 @@ class RunLog:
             yield
         except OSError as error:
             what = f"The log {self._path} could not be written ({error.strerror or error})"
-            raise OSError(error.errno, f"{what}. Checkpoints are as they were: make room, and --resume.") from error
+            raise OSError(
+                error.errno, f"{what}. Checkpoints are as they were: make room, and --resume."
+            ) from error
 
     def __enter__(self) -> RunLog:
         return self

@@ -33,8 +33,15 @@ class Checksums(TrainerCallback):  # type: ignore[misc]
         PartialState().wait_for_everyone()  # each has written its part
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-            write_whole(folder / SUMS, "".join(f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files))
+            files = sorted(
+                path for path in folder.rglob("*") if path.is_file() and path.name != SUMS
+            )
+            write_whole(
+                folder / SUMS,
+                "".join(
+                    f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files
+                ),
+            )
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -44,7 +51,9 @@ def check_folder(folder: Path, resume: bool) -> None:
         CheckpointError: If there is a run and `resume` is not asked for.
     """
     if not resume and (checkpoints(folder) or (folder / "model").exists()):
-        raise CheckpointError(f"There is a run in {folder}. Go on with it (--resume), or choose another --output.")
+        raise CheckpointError(
+            f"There is a run in {folder}. Go on with it (--resume), or choose another --output."
+        )
 
 
 def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
@@ -70,7 +79,9 @@ def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Those of a run, from old to new."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [
+        path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
@@ -83,7 +94,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read the settings of the run in {folder}: {error}. Choose another --output.") from error
+        raise CheckpointError(
+            f"Cannot read the settings of the run in {folder}: {error}. Choose another --output."
+        ) from error
 
 
 def last_whole(folder: Path) -> Path:
@@ -98,7 +111,9 @@ def last_whole(folder: Path) -> Path:
         if problem is None:
             return path
         warnings.warn(f"The checkpoint {path} is passed over: {problem}.", stacklevel=2)
-    raise CheckpointError(f"None of the {len(found)} checkpoints in {folder} is whole. Choose another --output.")
+    raise CheckpointError(
+        f"None of the {len(found)} checkpoints in {folder} is whole. Choose another --output."
+    )
 
 
 def damage(checkpoint: Path) -> str | None:

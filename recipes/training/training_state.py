@@ -1,7 +1,8 @@
 """What a checkpoint of a training run holds: weights, moments, block scales, random numbers. The data's position is the step.
 
-A whole model, on one process or replicated by DDP, is saved as its own `state_dict` and the optimizer's; one that FSDP2
-shards is gathered on rank 0, by parameter name. Either can go on with another number of processes.
+A whole model, on one process or replicated by DDP, is saved as its own `state_dict` and the
+optimizer's; one that FSDP2 shards is gathered on rank 0, by parameter name. Either can go on with
+another number of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from blockopt import BlockLR
 from recipes.common.optimizers import unwrapped
 
 
-def training_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, block_lr: BlockLR | None) -> dict[str, Any]:
+def training_state(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, block_lr: BlockLR | None
+) -> dict[str, Any]:
     """All that a run needs to go on as if it had never stopped. All ranks must call it; rank 0 gets the whole."""
     if accelerator.is_fsdp2:
         reshard(model)
@@ -49,7 +52,9 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
     """The weights by name. All ranks must call it; under FSDP2 only rank 0 gets them."""
     if accelerator.is_fsdp2:
         reshard(model)
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
     return dict(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict())
 
 
@@ -67,19 +72,28 @@ def averaged_weights(optimizer: Any) -> Iterator[None]:
             inner.train()
 
 
-def load_training_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_training_state(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Mapping[str, Any]
+) -> None:
     """Go on from a state, except for `block_lr`, which is attached after this, and `random`, which comes last.
 
     Raises:
         ValueError: If it was saved with FSDP2 and this run is without, or the other way round.
     """
     if state["sharded"] != accelerator.is_fsdp2:
-        was, now = (("FSDP2" if sharded else "whole weights") for sharded in (state["sharded"], accelerator.is_fsdp2))
-        raise ValueError(f"The checkpoint is of a run with {was}, and this one has {now}. Resume it as it was started.")
+        was, now = (
+            ("FSDP2" if sharded else "whole weights")
+            for sharded in (state["sharded"], accelerator.is_fsdp2)
+        )
+        raise ValueError(
+            f"The checkpoint is of a run with {was}, and this one has {now}. Resume it as it was started."
+        )
     if accelerator.is_fsdp2:
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, dict(state["model"]), options=options)
-        set_optimizer_state_dict(model, unwrapped(optimizer), dict(state["optimizer"]), options=options)
+        set_optimizer_state_dict(
+            model, unwrapped(optimizer), dict(state["optimizer"]), options=options
+        )
     else:
         accelerator.unwrap_model(model, keep_torch_compile=False).load_state_dict(state["model"])
         unwrapped(optimizer).load_state_dict(state["optimizer"])

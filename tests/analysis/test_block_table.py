@@ -40,7 +40,12 @@ def test_large_blocks_are_estimated(dtype):
 def test_zero_blocks():
     found = measure_blocks({"small": torch.zeros(5, 5), "large": torch.zeros(150, 150)})
     for block in found.values():
-        assert (block.trace.value, block.frobenius.value, block.top, block.negative) == (0, 0, 0, (0, 0))
+        assert (block.trace.value, block.frobenius.value, block.top, block.negative) == (
+            0,
+            0,
+            0,
+            (0, 0),
+        )
         assert block.frobenius.standard_error == 0
 
 
@@ -51,7 +56,18 @@ def test_table():
     }
     lines = block_table(measure_blocks(blocks)).splitlines()
     assert [len(line) for line in lines] == [128] * 3
-    assert lines[0].split() == ["block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative", "of", "mass"]
+    assert lines[0].split() == [
+        "block",
+        "dimension",
+        "trace",
+        "±",
+        "Frobenius",
+        "±",
+        "top",
+        "negative",
+        "of",
+        "mass",
+    ]
     assert lines[1].startswith("transformer.h.0.attn.c_attn.weight query head 11  ")
     assert lines[2].startswith("…")
     assert "value head 2  " in lines[2]
@@ -65,7 +81,9 @@ def test_table():
 def test_options():
     A = random_symmetric(150)
     generator = torch.Generator().manual_seed(3)
-    other = measure_blocks({"a": A}, num_products=20, num_steps=10, num_probes=2, generator=generator)["a"]
+    other = measure_blocks(
+        {"a": A}, num_products=20, num_steps=10, num_probes=2, generator=generator
+    )["a"]
     assert len(other.spectrum.nodes) == 20
     assert other.trace.num_products == 20
     first, second = measure_blocks({"a": A})["a"], measure_blocks({"a": A}, progress=True)["a"]

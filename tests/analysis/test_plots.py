@@ -33,7 +33,9 @@ def test_heat_map_names_its_blocks(tmp_path):
     ax = plots.hessian_heatmap(matrix, SIZES, title="seen")
     assert [t.get_text() for t in ax.get_xticklabels()] == list(SIZES)
     assert [t.get_position()[1] for t in ax.get_yticklabels()] == [1.5, 4.0, 7.5]
-    assert sorted({line.get_ydata()[0] for line in ax.get_lines() if len(set(line.get_ydata())) == 1}) == [3, 5]
+    assert sorted(
+        {line.get_ydata()[0] for line in ax.get_lines() if len(set(line.get_ydata())) == 1}
+    ) == [3, 5]
     assert ax.get_title() == "seen"
     shown = torch.tensor(ax.get_images()[0].get_array().filled())
     torch.testing.assert_close(shown, matrix.abs().double())
@@ -62,7 +64,10 @@ def test_heat_map_refuses_what_it_cannot_draw():
 
 
 def test_histograms_tell_medians_and_zeros(tmp_path):
-    entries = {"query": torch.tensor([1e-6, -1e-5, 1e-4]), "value": torch.tensor([0.0, 0.1, 0.1, -0.2])}
+    entries = {
+        "query": torch.tensor([1e-6, -1e-5, 1e-4]),
+        "value": torch.tensor([0.0, 0.1, 0.1, -0.2]),
+    }
     ax = plots.entry_histograms(entries)
     assert legend(ax) == ["query: median 1.0e-05", "value: median 1.0e-01, 25% zero"]
     assert ax.get_xscale() == "log"
@@ -75,20 +80,34 @@ def test_histograms_tell_medians_and_zeros(tmp_path):
 @pytest.mark.parametrize("logarithmic", [True, False])
 def test_growth_tells_fitted_and_predicted_exponents(logarithmic, tmp_path):
     scales = torch.tensor([0.1, 0.2, 0.5, 2.0])
-    norms = {"full query": torch.stack([scales**5, 3 * scales**5]), "full value": scales**2, "zero": torch.zeros(4)}
-    ax = plots.growth_lines(scales, norms, {"full query": 5, "full value": 3}, logarithmic=logarithmic)
-    assert legend(ax) == ["full query: σ^5.00 ± 0.00, predicted 5", "full value: σ^2.00, predicted 3"]
+    norms = {
+        "full query": torch.stack([scales**5, 3 * scales**5]),
+        "full value": scales**2,
+        "zero": torch.zeros(4),
+    }
+    ax = plots.growth_lines(
+        scales, norms, {"full query": 5, "full value": 3}, logarithmic=logarithmic
+    )
+    assert legend(ax) == [
+        "full query: σ^5.00 ± 0.00, predicted 5",
+        "full value: σ^2.00, predicted 3",
+    ]
     assert ax.get_yscale() == ("log" if logarithmic else "linear")
     dashed = [line for line in ax.get_lines() if line.get_color() == "#777777"]
     query = torch.tensor(dashed[0].get_ydata())
-    torch.testing.assert_close(query, 2 * scales.double() ** 5, rtol=1e-5, atol=0)  # on the measured line
+    torch.testing.assert_close(
+        query, 2 * scales.double() ** 5, rtol=1e-5, atol=0
+    )  # on the measured line
     slope = torch.tensor(dashed[1].get_ydata()).log().diff() / scales.double().log().diff()
     torch.testing.assert_close(slope, torch.full_like(slope, 3.0), rtol=1e-5, atol=0)
     assert saved(ax, tmp_path)
 
 
 def test_spectra_on_symmetric_logarithmic_axes(tmp_path):
-    eigenvalues = {"b = 0": torch.tensor([-3.0, 0.0, 1e-3, 20.0]), "b = 1": torch.linspace(-1, 1, 50)}
+    eigenvalues = {
+        "b = 0": torch.tensor([-3.0, 0.0, 1e-3, 20.0]),
+        "b = 1": torch.linspace(-1, 1, 50),
+    }
     ax = plots.sorted_eigenvalues(eigenvalues)
     assert legend(ax) == ["b = 0: -3 to 20", "b = 1: -1 to 1"]
     assert ax.get_yscale() == "symlog"
@@ -98,8 +117,12 @@ def test_spectra_on_symmetric_logarithmic_axes(tmp_path):
 
 
 def test_density_has_its_peaks_at_the_eigenvalues(tmp_path):
-    density = SpectralDensity(torch.tensor([-2.0, 5.0]).double(), torch.tensor([0.25, 0.75]).double())
-    ax = plots.spectral_densities({"query": density, "value": torch.tensor([1.0, 1.0, -1.0])}, threshold=1e-3)
+    density = SpectralDensity(
+        torch.tensor([-2.0, 5.0]).double(), torch.tensor([0.25, 0.75]).double()
+    )
+    ax = plots.spectral_densities(
+        {"query": density, "value": torch.tensor([1.0, 1.0, -1.0])}, threshold=1e-3
+    )
     assert ax.get_xscale() == "symlog"
     assert legend(ax) == ["query: -2 to 5", "value: -1 to 1"]
     x, y = (torch.as_tensor(values) for values in ax.get_lines()[0].get_data())
@@ -111,7 +134,12 @@ def test_density_has_its_peaks_at_the_eigenvalues(tmp_path):
 
 def test_block_masses_are_written_as_shares(tmp_path):
     ax = plots.block_mass_heatmap(["query", "value"], torch.tensor([[1.0, 0.0], [0.0, 199.0]]))
-    assert [text.get_text() for text in ax.texts] == ["0.5", "0", "0", "100"]  # 99.5 % to two digits
+    assert [text.get_text() for text in ax.texts] == [
+        "0.5",
+        "0",
+        "0",
+        "100",
+    ]  # 99.5 % to two digits
     assert [t.get_text() for t in ax.get_yticklabels()] == ["query", "value"]
     assert saved(ax, tmp_path)
     with pytest.raises(ValueError, match="Must be a row and a column a label"):
@@ -120,11 +148,15 @@ def test_block_masses_are_written_as_shares(tmp_path):
 
 def test_bars_of_loss_differences(tmp_path):
     one = torch.tensor([-1.0, -2.0])
-    found = LossDifference(9.0, -2.5, -3.0, -2.6, ("query", "value"), one, one - 0.5, one + 0.1, one, torch.eye(2))
+    found = LossDifference(
+        9.0, -2.5, -3.0, -2.6, ("query", "value"), one, one - 0.5, one + 0.1, one, torch.eye(2)
+    )
     ax = plots.loss_difference_bars(found)
     assert [t.get_text() for t in ax.get_xticklabels()] == ["query", "value", "jointly"]
     assert legend(ax) == ["first order", "second order", "actual"]
-    assert [bar.get_height() for bar in ax.patches] == pytest.approx([-1.5, -2.5, -3.0, -0.9, -1.9, -2.6, -1.0, -2.0, -2.5])
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx(
+        [-1.5, -2.5, -3.0, -0.9, -1.9, -2.6, -1.0, -2.0, -2.5]
+    )
     assert saved(ax, tmp_path)
 
 

@@ -28,7 +28,9 @@ def exact_matrix(model, ids, names):
     sizes = [parameters[name].numel() for name in names]
 
     def loss(vector):
-        pieces = {name: piece.view_as(parameters[name]) for name, piece in zip(names, vector.split(sizes))}
+        pieces = {
+            name: piece.view_as(parameters[name]) for name, piece in zip(names, vector.split(sizes))
+        }
         logits = torch.func.functional_call(model, pieces, kwargs={"input_ids": ids}).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -39,9 +41,13 @@ def exact_matrix(model, ids, names):
 
 
 def small_model(kind="gpt2", sequences=3, length=8, **entries):
-    model = load_model(kind, {**(GPT2 if kind == "gpt2" else LLAMA), **entries}, seed=1).model.double()
+    model = load_model(
+        kind, {**(GPT2 if kind == "gpt2" else LLAMA), **entries}, seed=1
+    ).model.double()
     generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():  # farther from zero than at the start: queries and keys have curvature then
+    for p in (
+        model.parameters()
+    ):  # farther from zero than at the start: queries and keys have curvature then
         p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     ids = torch.randint(0, model.config.vocab_size, (sequences, length), generator=generator)
     return model, ids
@@ -69,7 +75,9 @@ def test_roles_of_small_blocks_are_exact(kind):
     model, ids = small_model(kind)
     names = [name for name, _ in model.named_parameters()]
     H = exact_matrix(model, ids, names)
-    report = hessian_report(model, next_token_losses(model, ids, 8), num_steps=13, num_starts=8, top=3)
+    report = hessian_report(
+        model, next_token_losses(model, ids, 8), num_steps=13, num_starts=8, top=3
+    )
     blocks = find_blocks(model, per_head=False, per_row=())
     tolerance = 1e-9 if kind == "gpt2" else 1e-5  # RMSNorm runs in float32
     assert sum(block.dimension for block in report.blocks.values()) == len(H)
@@ -86,7 +94,9 @@ def test_roles_of_small_blocks_are_exact(kind):
         torch.testing.assert_close(block.spectrum.nodes, values, rtol=0, atol=tolerance * scale)
         by_size = values.abs().sort(descending=True).values
         torch.testing.assert_close(block.top.abs(), by_size[:3], rtol=0, atol=tolerance * scale)
-    assert report.loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
+    assert report.loss == pytest.approx(
+        float(model(input_ids=ids, labels=ids).loss.detach()), rel=1e-6
+    )
 
 
 def test_estimates_agree_with_the_exact_matrix_within_their_errors():
@@ -94,7 +104,9 @@ def test_estimates_agree_with_the_exact_matrix_within_their_errors():
     names = [name for name, _ in model.named_parameters()]
     H = exact_matrix(model, ids, names)
     blocks = find_blocks(model, per_head=False, per_row=())
-    report = hessian_report(model, next_token_losses(model, ids, 8), num_probes=40, num_steps=12, num_starts=2, top=2)
+    report = hessian_report(
+        model, next_token_losses(model, ids, 8), num_probes=40, num_steps=12, num_starts=2, top=2
+    )
     estimated = [label for label, block in report.blocks.items() if not block.exact]
     assert {"embedding", "mlp_in", "mlp_out"} <= set(estimated)
     for label, block in report.blocks.items():
@@ -125,7 +137,12 @@ def test_standard_errors_are_those_of_repeated_runs():
     losses = next_token_losses(model, ids, 8)
     found = [
         hessian_report(
-            model, losses, only=["mlp.*.weight"], num_probes=6, num_starts=0, generator=torch.Generator().manual_seed(seed)
+            model,
+            losses,
+            only=["mlp.*.weight"],
+            num_probes=6,
+            num_starts=0,
+            generator=torch.Generator().manual_seed(seed),
         )
         for seed in range(15)
     ]
@@ -139,10 +156,16 @@ def test_standard_errors_are_those_of_repeated_runs():
 def test_the_whole_is_more_than_its_blocks_and_batches_make_no_difference():
     model, ids = small_model()
     one = hessian_report(model, next_token_losses(model, ids, 3), only=["mlp.*"])
-    many = hessian_report(model, next_token_losses(model, ids, 2), only=["mlp.*"])  # a batch of 2 and a smaller one of 1
-    assert one.whole.trace.value == pytest.approx(sum(b.trace.value for b in one.blocks.values()), rel=1e-12)
+    many = hessian_report(
+        model, next_token_losses(model, ids, 2), only=["mlp.*"]
+    )  # a batch of 2 and a smaller one of 1
+    assert one.whole.trace.value == pytest.approx(
+        sum(b.trace.value for b in one.blocks.values()), rel=1e-12
+    )
     for label, block in one.blocks.items():
-        assert many.blocks[label].trace.value == pytest.approx(block.trace.value, rel=1e-9, abs=1e-12)
+        assert many.blocks[label].trace.value == pytest.approx(
+            block.trace.value, rel=1e-9, abs=1e-12
+        )
         torch.testing.assert_close(many.blocks[label].top, block.top, rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(many.mass.matrix, one.mass.matrix, rtol=1e-9, atol=1e-15)
 
@@ -156,7 +179,9 @@ def test_gauss_newton_and_the_functional_part_sum_to_the_hessian():
     }
     for label, block in traces["hessian"].items():
         outer, functional = traces["gauss-newton"][label], traces["functional"][label]
-        assert block.trace.value == pytest.approx(outer.trace.value + functional.trace.value, rel=1e-9, abs=1e-10)
+        assert block.trace.value == pytest.approx(
+            outer.trace.value + functional.trace.value, rel=1e-9, abs=1e-10
+        )
         assert outer.negative.of_mass == 0
         assert float(outer.top[0]) >= 0
 
@@ -164,9 +189,17 @@ def test_gauss_newton_and_the_functional_part_sum_to_the_hessian():
 @pytest.mark.parametrize("by", ["layer", "tensor", "head"])
 def test_every_cut_covers_all_parameters(by):
     model, ids = small_model()
-    report = hessian_report(model, next_token_losses(model, ids, 8), by=by, num_probes=2, num_starts=0)
-    assert sum(block.dimension for block in report.blocks.values()) == sum(p.numel() for p in model.parameters())
-    label = {"layer": "0.query", "tensor": "attn.c_attn.weight:query", "head": "attn.c_attn.weight query head 1"}[by]
+    report = hessian_report(
+        model, next_token_losses(model, ids, 8), by=by, num_probes=2, num_starts=0
+    )
+    assert sum(block.dimension for block in report.blocks.values()) == sum(
+        p.numel() for p in model.parameters()
+    )
+    label = {
+        "layer": "0.query",
+        "tensor": "attn.c_attn.weight:query",
+        "head": "attn.c_attn.weight query head 1",
+    }[by]
     (found,) = [block for name, block in report.blocks.items() if name.endswith(label)]
     assert found.dimension == (8 if by == "head" else 16)
 
@@ -174,9 +207,13 @@ def test_every_cut_covers_all_parameters(by):
 def test_a_head_is_its_own_columns():
     model, ids = small_model()
     name = "transformer.h.0.attn.c_attn.weight"
-    report = hessian_report(model, next_token_losses(model, ids, 8), by="head", only=["c_attn.weight"])
+    report = hessian_report(
+        model, next_token_losses(model, ids, 8), by="head", only=["c_attn.weight"]
+    )
     H = exact_matrix(model, ids, [name])
-    where = torch.arange(48).reshape(4, 12)[:, 6:8].flatten()  # keys of the second head: columns 6 and 7 of 12
+    where = (
+        torch.arange(48).reshape(4, 12)[:, 6:8].flatten()
+    )  # keys of the second head: columns 6 and 7 of 12
     own = H[where][:, where]
     block = report.blocks[f"{name} key head 1"]
     torch.testing.assert_close(block.spectrum.nodes, torch.linalg.eigvalsh(own), rtol=0, atol=1e-12)
@@ -211,7 +248,9 @@ def test_exact_builds_every_block_however_few_steps_there_are():
     report = hessian_report(model, losses, exact=True, num_steps=2, num_starts=1)
     assert all(block.exact for block in report.blocks.values())
     assert not report.whole.exact
-    assert len(report.blocks["embedding"].spectrum.nodes) == report.blocks["embedding"].dimension == 44
+    assert (
+        len(report.blocks["embedding"].spectrum.nodes) == report.blocks["embedding"].dimension == 44
+    )
 
 
 def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
@@ -231,7 +270,12 @@ def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
         told.append((cost, sum(columns)))
 
     report = hessian_report(
-        model, next_token_losses(model, ids, 8), exact=True, num_starts=0, only=["mlp.*"], announce=announce
+        model,
+        next_token_losses(model, ids, 8),
+        exact=True,
+        num_starts=0,
+        only=["mlp.*"],
+        announce=announce,
     )
     ((cost, before),) = told
     assert before == 3  # two for the symmetry, one for the clock
@@ -239,19 +283,25 @@ def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
     assert cost.seconds_per_product > 0
     done = sum(columns) - before
     blocks = sum(min(20, b.dimension) + b.dimension for b in report.blocks.values())
-    assert blocks < done < blocks + 60  # and the top eigenvalue of the whole, for which 25 were foreseen
+    assert (
+        blocks < done < blocks + 60
+    )  # and the top eigenvalue of the whole, for which 25 were foreseen
     assert cost.num_products == blocks + 25
 
 
 def test_tables_fit_and_long_labels_keep_both_ends():
     model, ids = small_model("llama")
     losses = next_token_losses(model, ids, 8)
-    report = hessian_report(model, losses, by="head", only=["self_attn.*"], num_probes=2, num_starts=0, top=9)
+    report = hessian_report(
+        model, losses, by="head", only=["self_attn.*"], num_probes=2, num_starts=0, top=9
+    )
     for table in (report.table(), report.eigenvalue_table(), report.table(80)):
         widths = {len(line) for line in table.splitlines()}
         assert len(widths) == 1
         assert widths.pop() <= 100
-    assert report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")  # without what all labels share
+    assert (
+        report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")
+    )  # without what all labels share
     assert report.table(80).splitlines()[1].startswith("q_pro…head 0  ")
     assert report.rows()[0]["block"] == "model.layers.0.self_attn.q_proj.weight query head 0"
 
@@ -277,8 +327,14 @@ def test_a_block_without_curvature_does_no_harm(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"matrix": "fisher"}, "Invalid matrix='fisher'. Must be one of 'hessian', 'gauss-newton', 'functional'."),
-        ({"by": "column"}, "Invalid by='column'. Must be one of 'role', 'layer', 'tensor', 'head'."),
+        (
+            {"matrix": "fisher"},
+            "Invalid matrix='fisher'. Must be one of 'hessian', 'gauss-newton', 'functional'.",
+        ),
+        (
+            {"by": "column"},
+            "Invalid by='column'. Must be one of 'role', 'layer', 'tensor', 'head'.",
+        ),
         ({"top": 0}, "Invalid top=0. Must be an integer >= 1."),
         ({"num_probes": 1}, "Invalid num_probes=1. Must be an integer >= 2."),
         ({"num_steps": 1}, "Invalid num_steps=1. Must be an integer >= 2."),
@@ -303,8 +359,12 @@ def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypa
     monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**20)
     model = nn.Linear(1000, 1, bias=False)
     closure = lambda: model(torch.ones(1, 1000)).square().sum()  # noqa: E731
-    with pytest.raises(ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"):
+    with pytest.raises(
+        ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"
+    ):
         hessian_report(model, closure, exact=True)
     big = nn.Linear(10_000, 1, bias=False)
-    with pytest.raises(ValueError, match=r"36 vectors of 10,000 parameters need 0\.0 GiB, and 0\.0 GiB are free"):
+    with pytest.raises(
+        ValueError, match=r"36 vectors of 10,000 parameters need 0\.0 GiB, and 0\.0 GiB are free"
+    ):
         hessian_report(big, lambda: big(torch.ones(1, 10_000)).square().sum())

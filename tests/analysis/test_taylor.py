@@ -22,13 +22,18 @@ def model():
 
 def random_update(model, size=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in trainable(model).items()}
+    return {
+        n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for n, p in trainable(model).items()
+    }
 
 
 def group_directions(model, update, by):
     """One row a group: the update where the group is, and zero elsewhere, all parameters one after another."""
     labels, groups = block_groups(find_blocks(model), by)
-    rows = torch.zeros(len(labels), sum(p.numel() for p in trainable(model).values()), dtype=torch.float64)
+    rows = torch.zeros(
+        len(labels), sum(p.numel() for p in trainable(model).values()), dtype=torch.float64
+    )
     start = 0
     for name, p in trainable(model).items():
         group = groups[name][block_index(tuple(p.shape), find_blocks(model)[name].split).flatten()]
@@ -62,15 +67,25 @@ def test_against_the_dense_hessian(model, by):
     close = {"rtol": 1e-10, "atol": 1e-13}
     torch.testing.assert_close(found.curvature, curvature, **close)
     torch.testing.assert_close(found.group_first_order, directions @ gradient, **close)
-    torch.testing.assert_close(found.group_second_order, directions @ gradient + curvature.diagonal() / 2, **close)
-    torch.testing.assert_close(found.interaction, (curvature.sum(1) - curvature.diagonal()) / 2, **close)
-    actual = torch.tensor([loss_at(model, loss, d) - start for d in directions], dtype=torch.float64)
+    torch.testing.assert_close(
+        found.group_second_order, directions @ gradient + curvature.diagonal() / 2, **close
+    )
+    torch.testing.assert_close(
+        found.interaction, (curvature.sum(1) - curvature.diagonal()) / 2, **close
+    )
+    actual = torch.tensor(
+        [loss_at(model, loss, d) - start for d in directions], dtype=torch.float64
+    )
     torch.testing.assert_close(found.group_actual, actual, **close)
     assert found.loss == pytest.approx(start, rel=1e-14)
     assert found.actual == pytest.approx(loss_at(model, loss, total) - start, rel=1e-12)
     assert found.first_order == pytest.approx((gradient @ total).item(), rel=1e-10)
-    assert found.second_order == pytest.approx((gradient @ total + total @ dense @ total / 2).item(), rel=1e-10)
-    assert found.second_order == pytest.approx((found.group_second_order + found.interaction).sum().item(), rel=1e-12)
+    assert found.second_order == pytest.approx(
+        (gradient @ total + total @ dense @ total / 2).item(), rel=1e-10
+    )
+    assert found.second_order == pytest.approx(
+        (found.group_second_order + found.interaction).sum().item(), rel=1e-12
+    )
     assert found.actual_interaction == pytest.approx(found.actual - actual.sum().item(), rel=1e-10)
 
 
@@ -78,7 +93,9 @@ def test_exact_for_a_quadratic_loss():
     generator = torch.Generator().manual_seed(0)
     model = nn.Linear(5, 3).double()
     x, y = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (5, 3))
-    found = loss_difference(model, lambda: F.mse_loss(model(x), y), random_update(model), by="tensor")
+    found = loss_difference(
+        model, lambda: F.mse_loss(model(x), y), random_update(model), by="tensor"
+    )
     assert found.actual == pytest.approx(found.second_order, rel=1e-12)
     assert abs(found.actual - found.first_order) > 0.1
     torch.testing.assert_close(found.group_actual, found.group_second_order, rtol=1e-12, atol=0)
@@ -93,11 +110,17 @@ def test_the_error_on_a_gpt_is_of_third_order():
             p.mul_(3.0)
     update = random_update(model, 1e-3)
     found = [
-        loss_difference(model, lambda: token_loss(model), {n: t * u for n, u in update.items()}, by="role")
+        loss_difference(
+            model, lambda: token_loss(model), {n: t * u for n, u in update.items()}, by="role"
+        )
         for t in (1.0, 0.5, 0.25)
     ]
     joint = torch.tensor([abs(f.actual - f.second_order) for f in found]).log2().diff()
-    alone = torch.stack([(f.group_actual - f.group_second_order).abs() for f in found]).log2().diff(dim=0)
+    alone = (
+        torch.stack([(f.group_actual - f.group_second_order).abs() for f in found])
+        .log2()
+        .diff(dim=0)
+    )
     first = torch.tensor([abs(f.actual - f.first_order) for f in found]).log2().diff()
     torch.testing.assert_close(joint, torch.full_like(joint, -3), rtol=0, atol=0.2)
     torch.testing.assert_close(first, torch.full_like(first, -2), rtol=0, atol=0.2)
@@ -111,12 +134,19 @@ def test_several_batches_weighted_by_tokens(model):
     def together():
         return (8 * batches[0]() + 3 * batches[1]()) / 11
 
-    closures = ((lambda b=b, n=n: (b(), n)) for b, n in zip(batches, (8, 3)))  # a generator: it can be used once
-    found, expected = loss_difference(model, closures, update), loss_difference(model, together, update)
+    closures = (
+        (lambda b=b, n=n: (b(), n)) for b, n in zip(batches, (8, 3))
+    )  # a generator: it can be used once
+    found, expected = (
+        loss_difference(model, closures, update),
+        loss_difference(model, together, update),
+    )
     for name in ("loss", "actual", "first_order", "second_order"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-11)
     for name in ("group_actual", "group_second_order", "interaction", "curvature"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-13
+        )
 
 
 def test_only_what_moves_is_a_group(model):
@@ -189,7 +219,9 @@ def test_differences_of_means():
     losses = torch.rand(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     means = torch.stack([losses[:, :k].mean(1) for k in range(1, 51)], 1)
     torch.testing.assert_close(sample_differences(losses), means.diff(dim=1), rtol=1e-9, atol=1e-14)
-    torch.testing.assert_close(sample_differences(losses[0]), means[0].diff(), rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(
+        sample_differences(losses[0]), means[0].diff(), rtol=1e-9, atol=1e-14
+    )
     assert sample_differences(torch.tensor([2**24, 1.0, 1.0])).dtype == torch.float64
     with pytest.raises(ValueError, match="two samples"):
         sample_differences(torch.ones(1))
@@ -216,13 +248,17 @@ def test_the_bound_holds_for_quadratic_losses(seed):
     assert (differences <= sharp).all()
     assert (sharp < printed).all()
     torch.testing.assert_close(printed - sharp, constants.max() / (sizes + 1))
-    assert not (differences <= sample_bound(sizes, 0.1 * constants.max().item())).all()  # a bound that is too small is seen
+    assert not (
+        differences <= sample_bound(sizes, 0.1 * constants.max().item())
+    ).all()  # a bound that is too small is seen
 
 
 def test_the_bound_by_hand():
     sizes = torch.tensor([1, 4])
     assert sample_bound(sizes, 2.0, 3.0, 0.5).tolist() == pytest.approx([2.75 / 2, 2.75 / 5])
-    assert sample_bound(sizes, 2.0, 3.0, 0.5, sharp=False).tolist() == pytest.approx([4.75 / 2, 4.75 / 5])
+    assert sample_bound(sizes, 2.0, 3.0, 0.5, sharp=False).tolist() == pytest.approx(
+        [4.75 / 2, 4.75 / 5]
+    )
 
 
 def test_the_bound_is_attained():
@@ -260,7 +296,9 @@ def test_a_sample_equal_to_the_mean_is_left_out_of_the_rate():
     assert sample_rate(differences).value == pytest.approx(-1)
 
 
-@pytest.mark.parametrize("wrong", [{"largest_loss": -1.0}, {"curvature": -1.0}, {"distance": math.nan}])
+@pytest.mark.parametrize(
+    "wrong", [{"largest_loss": -1.0}, {"curvature": -1.0}, {"distance": math.nan}]
+)
 def test_wrong_bounds(wrong):
     with pytest.raises(ValueError, match="negative"):
         sample_bound(torch.tensor([1]), **({"largest_loss": 1.0} | wrong))

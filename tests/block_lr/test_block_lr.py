@@ -36,15 +36,24 @@ def take_step(model, optimizer, seed=0):
 def constant(model, **by_role):
     """A curvature function that gives each role a fixed curvature."""
     found = blockopt.find_blocks(model)
-    values = {name: torch.tensor([by_role.get(role, 1.0) for role in entry.block_roles]) for name, entry in found.items()}
+    values = {
+        name: torch.tensor([by_role.get(role, 1.0) for role in entry.block_roles])
+        for name, entry in found.items()
+    }
     return lambda model, losses: values
 
 
 def weighted_mean_log(model, scales):
     blocks = blockopt.find_blocks(model)
-    numel = {name: block_numel(tuple(p.shape), blocks[name].split) for name, p in model.named_parameters()}
+    numel = {
+        name: block_numel(tuple(p.shape), blocks[name].split)
+        for name, p in model.named_parameters()
+    }
     total = sum(int(n.sum()) for n in numel.values())
-    return sum(float((numel[name] * scale.double().log()).sum()) for name, scale in scales.items()) / total
+    return (
+        sum(float((numel[name] * scale.double().log()).sum()) for name, scale in scales.items())
+        / total
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,9 @@ def test_refreshes_follow_the_steps_that_are_due(options, expected):
     for number in range(1, 9):
         take_step(model, optimizer, number)
         for _ in range(2):  # a second call after the same step does nothing
-            block_lr.step(lambda number=number: called.append(number) or token_loss(model, 10 + number))
+            block_lr.step(
+                lambda number=number: called.append(number) or token_loss(model, 10 + number)
+            )
     assert called == expected
     assert [refresh.step for refresh in block_lr.history] == expected
     assert block_lr.num_steps == 8
@@ -153,7 +164,9 @@ def test_a_step_that_raises_does_not_count():
 @pytest.mark.parametrize("optimizer_name", ["adamw-block", "sgd", "muon"])
 def test_scales_are_those_of_the_curvature_and_then_smoothed_in_logarithm(optimizer_name, by):
     options = {"power": -0.7, "bounds": (0.3, 4.0), "by": by}
-    model, optimizer, block_lr = attached(lambda model, loss: gradient_of(loss), optimizer_name, every=1, beta=0.6, **options)
+    model, optimizer, block_lr = attached(
+        lambda model, loss: gradient_of(loss), optimizer_name, every=1, beta=0.6, **options
+    )
 
     def gradient_of(loss):
         loss().backward()
@@ -166,14 +179,18 @@ def test_scales_are_those_of_the_curvature_and_then_smoothed_in_logarithm(optimi
         token_loss(model, 9 + number).backward()
         new = block_scales(gradient(model), model, **options)
         logs = {name: scale.double().log() for name, scale in new.items()}
-        expected = logs if expected is None else {n: 0.6 * expected[n] + 0.4 * logs[n] for n in logs}
+        expected = (
+            logs if expected is None else {n: 0.6 * expected[n] + 0.4 * logs[n] for n in logs}
+        )
         block_lr.step(lambda number=number: token_loss(model, 9 + number))
         for name, scale in optimizer.block_scales().items():
             torch.testing.assert_close(scale, expected[name].exp().float(), rtol=1e-6, atol=0)
             assert torch.equal(scale, block_lr.last_scales.as_dict()[name])
             assert 0.3 - 1e-6 <= scale.min() <= scale.max() <= 4.0 + 1e-6
         assert abs(weighted_mean_log(model, optimizer.block_scales())) < 1e-6
-    assert len({round(float(s), 4) for scale in optimizer.block_scales().values() for s in scale}) > 3
+    assert (
+        len({round(float(s), 4) for scale in optimizer.block_scales().values() for s in scale}) > 3
+    )
 
 
 def test_the_first_refresh_takes_the_scales_as_they_are():
@@ -181,12 +198,16 @@ def test_the_first_refresh_takes_the_scales_as_they_are():
     take_step(model, optimizer)
     block_lr.step(lambda: token_loss(model, 1))
     expected = block_scales(dict(_seen(model, block_lr, seed=1)), model)
-    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+    assert all(
+        torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
+    )
 
 
 def _seen(model, block_lr, seed):
     bits = random.Random(f"0 {block_lr.num_steps} 0").getrandbits(32)
-    return gauss_newton(model, lambda: token_loss(model, seed), generator=torch.Generator().manual_seed(bits))
+    return gauss_newton(
+        model, lambda: token_loss(model, seed), generator=torch.Generator().manual_seed(bits)
+    )
 
 
 def test_samples_depend_on_seed_and_step_and_nothing_else():
@@ -254,14 +275,22 @@ def test_blocks_that_the_optimizer_lacks_are_found():
 
 def test_parameters_that_another_optimizer_has_are_measured_but_not_set():
     model = tiny_gpt()
-    groups = [group for group in blockopt.param_groups(model) if group["role"] in ("mlp_in", "mlp_out")]
+    groups = [
+        group for group in blockopt.param_groups(model) if group["role"] in ("mlp_in", "mlp_out")
+    ]
     optimizer = blockopt.BlockSGD(groups, lr=0.1)
-    block_lr = BlockLR(optimizer, model, curvature=constant(model, mlp_in=4.0, embedding=0.01), every=1)
+    block_lr = BlockLR(
+        optimizer, model, curvature=constant(model, mlp_in=4.0, embedding=0.01), every=1
+    )
     take_step(model, optimizer)
     block_lr.step(lambda: token_loss(model))
     expected = block_scales(constant(model, mlp_in=4.0, embedding=0.01)(None, None), model)
-    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
-    assert set(optimizer.block_scales()) == {n for n, b in blockopt.find_blocks(model).items() if b.roles[0].startswith("mlp")}
+    assert all(
+        torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
+    )
+    assert set(optimizer.block_scales()) == {
+        n for n, b in blockopt.find_blocks(model).items() if b.roles[0].startswith("mlp")
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -272,7 +301,9 @@ def test_names_of_a_wrapped_model_are_matched_by_parameter():
     take_step(model, optimizer)
     block_lr.step()
     expected = block_scales(gradient(model), model)
-    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+    assert all(
+        torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
+    )
 
 
 def test_parameters_may_be_replaced_after_it_was_made():
@@ -287,7 +318,9 @@ def test_parameters_may_be_replaced_after_it_was_made():
     take_step(model, optimizer)
     block_lr.step()
     expected = block_scales(gradient(model), model)
-    assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+    assert all(
+        torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
+    )
 
 
 def test_parameters_may_be_frozen_and_thawed_in_between():
@@ -313,7 +346,10 @@ def test_curvature_along_the_update_gets_the_update_of_the_step_before(curvature
         seen.append((update, options))
         return {name: torch.arange(1.0, entry.num_blocks + 1) for name, entry in blocks.items()}
 
-    monkeypatch.setattr("blockopt.curvature.newton" if curvature == "newton" else "blockopt.measure.along_update", spy)
+    monkeypatch.setattr(
+        "blockopt.curvature.newton" if curvature == "newton" else "blockopt.measure.along_update",
+        spy,
+    )
     model, optimizer, block_lr = attached(curvature, every=2, by="layer")
     for number in range(3):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -327,10 +363,16 @@ def test_curvature_along_the_update_gets_the_update_of_the_step_before(curvature
             update, options = seen[-1]
             if curvature == "newton":
                 assert options["by"] == "layer"
-                assert all(torch.equal(scale, scales[name]) for name, scale in options["scales"].items())
-                assert (number == 0) == all((scale == 1).all() for scale in options["scales"].values())
+                assert all(
+                    torch.equal(scale, scales[name]) for name, scale in options["scales"].items()
+                )
+                assert (number == 0) == all(
+                    (scale == 1).all() for scale in options["scales"].values()
+                )
             else:
-                assert options == {"method": {"directional": "exact", "secant": "secant"}[curvature]}
+                assert options == {
+                    "method": {"directional": "exact", "secant": "secant"}[curvature]
+                }
             for name, p in model.named_parameters():
                 torch.testing.assert_close(update[name], p.detach() - before[name], rtol=0, atol=0)
                 assert update[name].any()
@@ -340,12 +382,16 @@ def test_curvature_along_the_update_gets_the_update_of_the_step_before(curvature
 @pytest.mark.parametrize("curvature", ["directional", "secant", "newton", "gauss_newton"])
 def test_a_schedule_that_starts_at_zero_postpones_what_needs_an_update(curvature):
     model, optimizer, block_lr = attached(curvature, every=10)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 1) / 10)  # 0, 0, 0.1, …
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: max(0, step - 1) / 10
+    )  # 0, 0, 0.1, …
     for number in range(4):
         take_step(model, optimizer, number)
         scheduler.step()
         block_lr.step(lambda number=number: token_loss(model, number))
-    assert [refresh.step for refresh in block_lr.history] == [1 if curvature == "gauss_newton" else 3]
+    assert [refresh.step for refresh in block_lr.history] == [
+        1 if curvature == "gauss_newton" else 3
+    ]
     assert block_lr.failures == 0
 
 

@@ -18,10 +18,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Curvature not positive")
 
 
 BROKEN = {
-    "loss that is not finite": (lambda model: token_loss(model) * math.nan, "FloatingPointError.*nan"),
+    "loss that is not finite": (
+        lambda model: token_loss(model) * math.nan,
+        "FloatingPointError.*nan",
+    ),
     "no loss": (lambda model: None, "TypeError.*returned None"),
-    "no memory on a GPU": (lambda model: _raise(torch.OutOfMemoryError("CUDA out of memory.")), "out of memory"),
-    "no memory elsewhere": (lambda model: _raise(RuntimeError("MPS backend out of memory")), "out of memory"),
+    "no memory on a GPU": (
+        lambda model: _raise(torch.OutOfMemoryError("CUDA out of memory.")),
+        "out of memory",
+    ),
+    "no memory elsewhere": (
+        lambda model: _raise(RuntimeError("MPS backend out of memory")),
+        "out of memory",
+    ),
     "no memory on a CPU": (lambda model: torch.empty(2**60), "can't allocate memory"),
 }
 
@@ -38,17 +47,23 @@ def test_a_refresh_that_may_pass_later_keeps_the_scales_and_warns_once(kind):
         take_step(model, optimizer, number)
         before = optimizer.block_scales()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        context = pytest.warns(UserWarning, match=message) if number == 1 else warnings.catch_warnings()
+        context = (
+            pytest.warns(UserWarning, match=message) if number == 1 else warnings.catch_warnings()
+        )
         with context:
             block_lr.step(lambda broken=broken: closure(model) if broken else token_loss(model))
-        kept = all(torch.equal(scale, before[name]) for name, scale in optimizer.block_scales().items())
+        kept = all(
+            torch.equal(scale, before[name]) for name, scale in optimizer.block_scales().items()
+        )
         assert kept == broken
         assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
         assert model.training
     assert block_lr.failures == 4
     assert [refresh.step for refresh in block_lr.history] == [1, 4]
     take_step(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"3 refreshes .* in a row have failed, the last after step 7") as raised:
+    with pytest.raises(
+        RuntimeError, match=r"3 refreshes .* in a row have failed, the last after step 7"
+    ) as raised:
         block_lr.step(lambda: closure(model))
     assert raised.value.__cause__ is not None
 
@@ -57,7 +72,9 @@ def test_a_refresh_that_may_pass_later_keeps_the_scales_and_warns_once(kind):
 def test_curvature_that_no_scale_can_be_made_of_is_a_failure(value):
     model = tiny_gpt()
     optimizer = OPTIMIZERS["sgd"](blockopt.param_groups(model))
-    values = {name: torch.full((b.num_blocks,), value) for name, b in blockopt.find_blocks(model).items()}
+    values = {
+        name: torch.full((b.num_blocks,), value) for name, b in blockopt.find_blocks(model).items()
+    }
     block_lr = BlockLR(optimizer, model, curvature=lambda *_: values, every=1)
     take_step(model, optimizer)
     with pytest.warns(UserWarning, match="not finite" if not math.isfinite(value) else "positive"):
@@ -66,7 +83,9 @@ def test_curvature_that_no_scale_can_be_made_of_is_a_failure(value):
     assert all((scale == 1).all() for scale in optimizer.block_scales().values())
     for _ in range(4):
         take_step(model, optimizer)
-        if math.isfinite(value) or block_lr.failures < 2:  # a loss that is not convex is no reason to stop
+        if (
+            math.isfinite(value) or block_lr.failures < 2
+        ):  # a loss that is not convex is no reason to stop
             block_lr.step()
         else:
             with pytest.raises(RuntimeError, match="in a row"):
@@ -95,8 +114,18 @@ def test_one_block_that_is_not_finite_is_a_failure():
             "no call of",
         ),
         ("gauss_newton", lambda model: model(torch.full((1, 3), 99)), IndexError, "out of range"),
-        (lambda model, loss: {"wte.weight": torch.ones(19)}, token_loss, ValueError, r"Invalid curvature: \['h\.0"),
-        (lambda model, loss: gradient(model), token_loss, ValueError, "No parameter has a gradient"),
+        (
+            lambda model, loss: {"wte.weight": torch.ones(19)},
+            token_loss,
+            ValueError,
+            r"Invalid curvature: \['h\.0",
+        ),
+        (
+            lambda model, loss: gradient(model),
+            token_loss,
+            ValueError,
+            "No parameter has a gradient",
+        ),
         (lambda model, loss: _raise(KeyError("batch")), token_loss, KeyError, "batch"),
     ],
 )
@@ -116,7 +145,9 @@ def test_a_function_of_ones_own_must_give_one_value_a_block():
     optimizer = OPTIMIZERS["sgd"](blockopt.param_groups(model))
     block_lr = BlockLR(optimizer, model, curvature=lambda *_: values)
     take_step(model, optimizer)
-    with pytest.raises(ValueError, match=r"Invalid curvature of shape \(3,\) for 'wte.weight'. Must be \(19,\)"):
+    with pytest.raises(
+        ValueError, match=r"Invalid curvature of shape \(3,\) for 'wte.weight'. Must be \(19,\)"
+    ):
         block_lr.step()
 
 
@@ -141,7 +172,10 @@ def test_a_missing_loss_is_named_even_when_nothing_is_due(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"curvature": "hessian"}, r"Invalid curvature='hessian'. Must be one of 'newton', 'secant'"),
+        (
+            {"curvature": "hessian"},
+            r"Invalid curvature='hessian'. Must be one of 'newton', 'secant'",
+        ),
         ({"every": 0}, "Invalid every=0. Must be an integer >= 1."),
         ({"every": 1.5}, "Invalid every=1.5"),
         ({"every": None}, "Invalid every=None"),
@@ -181,7 +215,11 @@ def test_options_out_of_range_are_refused(options, message):
             r"\(19, 16\) that is none of the model",
         ),
         (lambda m: torch.optim.Adafactor(blockopt.param_groups(m), lr=torch.ones(())), None, ""),
-        (lambda m: object(), TypeError, "Invalid optimizer of type object. Must be a torch.optim.Optimizer"),
+        (
+            lambda m: object(),
+            TypeError,
+            "Invalid optimizer of type object. Must be a torch.optim.Optimizer",
+        ),
     ],
 )
 def test_optimizers_that_it_cannot_serve_are_refused(build, error, message):

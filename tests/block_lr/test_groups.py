@@ -14,12 +14,20 @@ from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
 from blockopt.blocks.split import block_numel
 from tests.helpers.models import FAMILIES, timm_vision_transformer
-from tests.helpers.optimizers import assert_same_weights, random_gradients, set_gradients, tiny_gpt, token_loss
+from tests.helpers.optimizers import (
+    assert_same_weights,
+    random_gradients,
+    set_gradients,
+    tiny_gpt,
+    token_loss,
+)
 
 STEPS = 6
 OPTIMIZERS = {
     "adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, weight_decay=0.1),
-    "adamw-tensor-lr": lambda groups, lr: torch.optim.AdamW(groups, lr=torch.tensor(lr), weight_decay=0.1),
+    "adamw-tensor-lr": lambda groups, lr: torch.optim.AdamW(
+        groups, lr=torch.tensor(lr), weight_decay=0.1
+    ),
     "sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
     "adamax": lambda groups, lr: torch.optim.Adamax(groups, lr=lr),
     "lamb": lambda groups, lr: torch_optimizer.Lamb(groups, lr=lr),
@@ -31,7 +39,10 @@ def by_role(model):
     """A fixed curvature that differs by role."""
     roles = {"query": 0.1, "key": 0.3, "value": 2.0, "norm": 9.0, "embedding": 30.0, "mlp_in": 0.5}
     found = blockopt.find_blocks(model)
-    values = {name: torch.tensor([roles.get(role, 1.0) for role in entry.block_roles]) for name, entry in found.items()}
+    values = {
+        name: torch.tensor([roles.get(role, 1.0) for role in entry.block_roles])
+        for name, entry in found.items()
+    }
     return lambda *_: values
 
 
@@ -44,10 +55,15 @@ def take_step(model, optimizer, seed=0):
 def group_means(model, groups):
     """Geometric mean of the scales of each group's blocks, entry by entry."""
     scales = block_scales(by_role(model)(), model)
-    blocks, shapes = blockopt.find_blocks(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    blocks, shapes = (
+        blockopt.find_blocks(model),
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+    )
     means = []
     for group in groups:
-        numel = torch.cat([block_numel(shapes[name], blocks[name].split) for name in group["param_names"]])
+        numel = torch.cat(
+            [block_numel(shapes[name], blocks[name].split) for name in group["param_names"]]
+        )
         logs = torch.cat([scales[name].double().log() for name in group["param_names"]])
         means.append(math.exp(float((numel * logs).sum() / numel.sum())))
     return means
@@ -75,12 +91,16 @@ def test_the_step_is_that_with_learning_rates_multiplied_by_hand(name, by):
     applied = block_lr.last_scales.as_dict()
     for group, mean in zip(optimizer.param_groups, means):
         for parameter_name in group["param_names"]:  # the table tells what is applied
-            torch.testing.assert_close(applied[parameter_name], torch.full_like(applied[parameter_name], mean))
+            torch.testing.assert_close(
+                applied[parameter_name], torch.full_like(applied[parameter_name], mean)
+            )
 
 
 def test_schedule_free_learning_rates_are_scaled():
     model = tiny_gpt()
-    optimizer = schedulefree.AdamWScheduleFree(blockopt.param_groups(model, by="parameter"), lr=1e-2)
+    optimizer = schedulefree.AdamWScheduleFree(
+        blockopt.param_groups(model, by="parameter"), lr=1e-2
+    )
     optimizer.train()
     block_lr = BlockLR(optimizer, model, curvature=by_role(model))
     take_step(model, optimizer)
@@ -88,7 +108,10 @@ def test_schedule_free_learning_rates_are_scaled():
     take_step(model, optimizer)
     assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
     scales = block_lr.last_scales.as_dict()
-    ratios = [group["scheduled_lr"] / float(scales[group["param_names"][0]][0]) for group in optimizer.param_groups]
+    ratios = [
+        group["scheduled_lr"] / float(scales[group["param_names"][0]][0])
+        for group in optimizer.param_groups
+    ]
     assert len({round(group["scheduled_lr"], 9) for group in optimizer.param_groups}) > 1
     torch.testing.assert_close(ratios, [ratios[0]] * len(ratios))
 
@@ -115,7 +138,10 @@ def test_groups_without_blocks_of_their_own_get_those_of_the_model():
 def test_a_group_of_frozen_parameters_is_left_alone():
     model = tiny_gpt()
     model.wpe.weight.requires_grad_(False)
-    groups = [*blockopt.param_groups(model, by="parameter"), {"params": [("wpe.weight", model.wpe.weight)]}]
+    groups = [
+        *blockopt.param_groups(model, by="parameter"),
+        {"params": [("wpe.weight", model.wpe.weight)]},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     block_lr = BlockLR(optimizer, model, curvature=by_role(model))
     take_step(model, optimizer)
@@ -129,16 +155,26 @@ def timm_cosine(optimizer):
     timm_vision_transformer()  # imports timm without torchvision
     from timm.scheduler import CosineLRScheduler
 
-    return CosineLRScheduler(optimizer, t_initial=STEPS, warmup_t=2, warmup_lr_init=1e-4, t_in_epochs=False)
+    return CosineLRScheduler(
+        optimizer, t_initial=STEPS, warmup_t=2, warmup_lr_init=1e-4, t_in_epochs=False
+    )
 
 
 SCHEDULERS = {
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3),
-    "one-cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=STEPS + 2),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (step + 1) / 3
+    ),
+    "one-cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=3e-2, total_steps=STEPS + 2
+    ),
     "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
     "warmup": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
-    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e3),
-    "huggingface": lambda optimizer: transformers.get_cosine_schedule_with_warmup(optimizer, 2, STEPS),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=1e3
+    ),
+    "huggingface": lambda optimizer: transformers.get_cosine_schedule_with_warmup(
+        optimizer, 2, STEPS
+    ),
     "timm": timm_cosine,
 }
 
@@ -149,7 +185,9 @@ def rates_of_a_run(scheduler_name, build, with_block_lr):
     scheduler = SCHEDULERS[scheduler_name](optimizer)
     block_lr = BlockLR(optimizer, model, curvature="gradient", every=2) if with_block_lr else None
     rates, seen = [], []
-    optimizer.register_step_pre_hook(lambda *_: seen.append([float(group["lr"]) for group in optimizer.param_groups]))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([float(group["lr"]) for group in optimizer.param_groups])
+    )
     for number in range(STEPS):
         take_step(model, optimizer, number)
         if scheduler_name == "timm":
@@ -169,14 +207,18 @@ def rates_of_a_run(scheduler_name, build, with_block_lr):
 def test_every_schedule_goes_its_own_way(scheduler_name, optimizer_name):
     build = {
         "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-        "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
+        "torch": lambda model: torch.optim.AdamW(
+            blockopt.param_groups(model, by="parameter"), lr=1e-2
+        ),
     }[optimizer_name]
     expected, plain = rates_of_a_run(scheduler_name, build, with_block_lr=False)
     rates, scaled = rates_of_a_run(scheduler_name, build, with_block_lr=True)
     assert rates == expected
     assert len({row[0] for row in rates}) > 1
     assert scaled[0] == plain[0]  # before the first refresh
-    assert (scaled[1:] == plain[1:]) == (optimizer_name == "block")  # the scales of blockopt's optimizers live elsewhere
+    assert (scaled[1:] == plain[1:]) == (
+        optimizer_name == "block"
+    )  # the scales of blockopt's optimizers live elsewhere
 
 
 @pytest.mark.parametrize("tensor", [False, True])
@@ -227,9 +269,13 @@ def test_a_step_that_raised_does_not_multiply_twice():
     model = tiny_gpt()
     optimizer, _ = raised(model)
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([group["lr"] for group in optimizer.param_groups])
+    )
     take_step(model, optimizer)
-    assert seen[0] == pytest.approx([0.1 * mean for mean in group_means(model, optimizer.param_groups)])
+    assert seen[0] == pytest.approx(
+        [0.1 * mean for mean in group_means(model, optimizer.param_groups)]
+    )
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
 
 
@@ -256,9 +302,13 @@ def test_a_second_one_does_not_multiply_on_top_of_the_first():
         take_step(model, optimizer)
         block_lr.step()
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([group["lr"] for group in optimizer.param_groups])
+    )
     take_step(model, optimizer)
-    assert seen[0] == pytest.approx([0.1 * mean for mean in group_means(model, optimizer.param_groups)])
+    assert seen[0] == pytest.approx(
+        [0.1 * mean for mean in group_means(model, optimizer.param_groups)]
+    )
 
 
 def test_a_group_added_later_is_scaled_from_the_next_refresh_on():
@@ -270,7 +320,9 @@ def test_a_group_added_later_is_scaled_from_the_next_refresh_on():
     for number in range(4):
         if number == 2:
             optimizer.add_param_group(groups[-1])
-            optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[-1]["lr"]))
+            optimizer.register_step_pre_hook(
+                lambda *_: seen.append(optimizer.param_groups[-1]["lr"])
+            )
         take_step(model, optimizer)
         block_lr.step()
     assert seen == [0.1, pytest.approx(0.1 * group_means(model, optimizer.param_groups)[-1])]
@@ -285,7 +337,9 @@ def test_a_copy_of_the_optimizer_is_not_attached():
     assert block_lr.num_steps == 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 @pytest.mark.parametrize("kind", ["block", "torch"])
 def test_a_compiled_step_is_not_compiled_again(kind):
     torch._dynamo.reset()
@@ -295,9 +349,17 @@ def test_a_compiled_step_is_not_compiled_again(kind):
         if kind == "block":
             optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=torch.tensor(1e-2))
         else:
-            optimizer = torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=torch.tensor(1e-2))
+            optimizer = torch.optim.AdamW(
+                blockopt.param_groups(model, by="parameter"), lr=torch.tensor(1e-2)
+            )
         block_lr = BlockLR(optimizer, model, curvature="gradient", every=2)
-        steps.append((model, torch.compile(optimizer.step) if model is compiled else optimizer.step, block_lr))
+        steps.append(
+            (
+                model,
+                torch.compile(optimizer.step) if model is compiled else optimizer.step,
+                block_lr,
+            )
+        )
     for number in range(STEPS):
         gradients = random_gradients(eager, number)
         for model, step, block_lr in steps:

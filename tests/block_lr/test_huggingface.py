@@ -15,7 +15,9 @@ from blockopt.block_lr.scales import block_scales
 from blockopt.huggingface import BlockLRCallback
 from tests.helpers.models import SDPA
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory"
+)
 STEPS = 6
 
 
@@ -43,7 +45,15 @@ class Stream(IterableDataset):
 
 
 def gpt2(dropout=0.1):
-    sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 19,
+        "n_positions": 8,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, **SDPA))
@@ -58,8 +68,19 @@ BUILD = {
 def trainer(path, callback=None, kind="block", dataset=None, **options):
     model = gpt2()
     defaults = {
-        **{"output_dir": str(path), "max_steps": STEPS, "per_device_train_batch_size": 4, "use_cpu": True, "seed": 0},
-        **{"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"},
+        **{
+            "output_dir": str(path),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 4,
+            "use_cpu": True,
+            "seed": 0,
+        },
+        **{
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+        },
     }
     return Trainer(
         model,
@@ -132,14 +153,19 @@ def test_a_batch_of_ones_own_is_measured_on(tmp_path):
         seen.append(batch["input_ids"])
         return model(**batch).loss
 
-    trainer(tmp_path, BlockLRCallback(curvature="secant", batch=batch, compute_loss=compute_loss, every=4)).train()
+    trainer(
+        tmp_path,
+        BlockLRCallback(curvature="secant", batch=batch, compute_loss=compute_loss, every=4),
+    ).train()
     assert len(drawn) == 2  # one for each refresh
     assert all(torch.equal(tokens, drawn[index // 2]) for index, tokens in enumerate(seen))
     assert len(seen) == 4
 
 
 def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
-    with pytest.raises(ValueError, match=r"a Stream, has no length .* Pass BlockLRCallback\(batch=…\)"):
+    with pytest.raises(
+        ValueError, match=r"a Stream, has no length .* Pass BlockLRCallback\(batch=…\)"
+    ):
         trainer(tmp_path, BlockLRCallback(), dataset=Stream()).train()
     batch = {"input_ids": Tokens().tokens[:2], "labels": Tokens().tokens[:2]}
     callback = BlockLRCallback(curvature="gauss_newton", batch=lambda: batch, every=3)
@@ -150,11 +176,18 @@ def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("restore", [False, True])
 def test_a_resumed_training_goes_on_with_the_same_bits(kind, restore, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": restore}
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "restore_callback_states_from_checkpoint": restore,
+    }
     callback = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
     run = trainer(tmp_path, callback, kind, **options)
     run.train()
-    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+    assert (
+        json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
+        == 3
+    )
     again = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
     resumed = trainer(tmp_path, again, kind, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -169,7 +202,9 @@ def test_a_training_resumed_without_its_state_counts_on(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3}
     trainer(tmp_path, None, **options).train()
     callback = BlockLRCallback(every=2)
-    trainer(tmp_path, callback, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    trainer(tmp_path, callback, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
     assert [refresh.step for refresh in callback.block_lr.history] == [4, 5]
     assert (tmp_path / "checkpoint-6").exists()
 
@@ -185,7 +220,9 @@ def test_a_second_training_starts_afresh(tmp_path):
 
 
 def test_the_scales_are_those_of_the_curvature(tmp_path):
-    values = {n: torch.arange(1.0, b.num_blocks + 1) for n, b in blockopt.find_blocks(gpt2()).items()}
+    values = {
+        n: torch.arange(1.0, b.num_blocks + 1) for n, b in blockopt.find_blocks(gpt2()).items()
+    }
     options = {"power": -1.0, "bounds": (0.5, 2.0), "by": "tensor"}
     callback = BlockLRCallback(curvature=lambda *_: values, **options)
     run = trainer(tmp_path, callback, max_steps=1)

@@ -30,7 +30,9 @@ def take_steps(model, optimizer, block_lr, rank, steps=range(STEPS), broken=()):
         token_loss(model, seed=2 * step + rank).backward()
         optimizer.step()
         factor = math.nan if (step, rank) in broken else 1.0
-        block_lr.step(lambda step=step, factor=factor: factor * token_loss(model, seed=100 + 2 * step + rank))
+        block_lr.step(
+            lambda step=step, factor=factor: factor * token_loss(model, seed=100 + 2 * step + rank)
+        )
 
 
 def assert_equal_on_ranks(tensor):
@@ -55,12 +57,17 @@ def equal_scales(rank):
             assert [refresh.step for refresh in block_lr.history] == [1, 3]
             assert_equal_on_ranks(scales_of(block_lr))
             assert scales_of(block_lr).max() > 1.1
-            for p in model.parameters():  # training itself was not disturbed: gradients are still averaged
+            for p in (
+                model.parameters()
+            ):  # training itself was not disturbed: gradients are still averaged
                 assert_equal_on_ranks(p.detach())
                 assert_equal_on_ranks(p.grad)
             if kind == "block":
                 scales = block_lr.last_scales.as_dict()
-                assert all(torch.equal(scale, scales[name]) for name, scale in optimizer.block_scales().items())
+                assert all(
+                    torch.equal(scale, scales[name])
+                    for name, scale in optimizer.block_scales().items()
+                )
 
 
 def averaged(rank):
@@ -69,10 +76,15 @@ def averaged(rank):
     optimizer = BUILD["block"](model)
     blocks = blockopt.find_blocks(model)
     generator = torch.Generator().manual_seed(0)
-    curvatures = [{n: torch.rand(b.num_blocks, generator=generator) for n, b in blocks.items()} for _ in range(2)]
+    curvatures = [
+        {n: torch.rand(b.num_blocks, generator=generator) for n, b in blocks.items()}
+        for _ in range(2)
+    ]
     block_lr = BlockLR(optimizer, model, curvature=lambda *_: curvatures[rank], by="head")
     take_steps(model, optimizer, block_lr, rank, range(1))
-    expected = block_scales({n: (curvatures[0][n] + curvatures[1][n]) / 2 for n in blocks}, model, by="head")
+    expected = block_scales(
+        {n: (curvatures[0][n] + curvatures[1][n]) / 2 for n in blocks}, model, by="head"
+    )
     for name, scale in block_lr.last_scales.as_dict().items():
         torch.testing.assert_close(scale, expected[name], rtol=1e-5, atol=0)
 
@@ -88,7 +100,9 @@ def own_samples(rank):
         patch.setattr("blockopt.curvature.gauss_newton", spy)
         model = DistributedDataParallel(tiny_gpt())
         optimizer = BUILD["block"](model)
-        take_steps(model, optimizer, BlockLR(optimizer, model, curvature="gauss_newton", every=1), rank)
+        take_steps(
+            model, optimizer, BlockLR(optimizer, model, curvature="gauss_newton", every=1), rank
+        )
     everywhere = [None, None]
     dist.all_gather_object(everywhere, seeds)
     assert len({seed for seeds in everywhere for seed in seeds}) == 2 * STEPS
@@ -107,7 +121,9 @@ def one_rank_fails(rank, wrap, curvatures):
         assert_equal_on_ranks(scales_of(block_lr))
         broken = {(4, 1), (5, 1)}
         take_steps(model, optimizer, block_lr, rank, range(4, 5), broken)
-        with pytest.raises(RuntimeError, match="3 refreshes"):  # on rank 0 too, which has failed once only
+        with pytest.raises(
+            RuntimeError, match="3 refreshes"
+        ):  # on rank 0 too, which has failed once only
             take_steps(model, optimizer, block_lr, rank, range(5, 6), broken)
 
 
@@ -139,7 +155,9 @@ def sharded_estimators(rank):
             assert block_lr.failures == 0
             assert [refresh.step for refresh in block_lr.history] == [1, 3]
             assert_equal_on_ranks(scales_of(block_lr))
-            assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
+            assert all(
+                isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters()
+            )
     with torch.no_grad():
         token_loss(model)  # leaves whole parameters in place of the sharded ones
     assert not all(isinstance(p, DTensor) for p in model.parameters())
@@ -172,7 +190,13 @@ def resumed(rank):
     optimizer = BUILD["block"](model)
     block_lr = BlockLR(optimizer, model, curvature="gauss_newton", every=1)
     take_steps(model, optimizer, block_lr, rank, range(2))
-    saved = [{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "block_lr": block_lr.state_dict()}]
+    saved = [
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "block_lr": block_lr.state_dict(),
+        }
+    ]
     dist.broadcast_object_list(saved, src=0)
     file = io.BytesIO()
     torch.save(saved[0], file)

@@ -20,7 +20,9 @@ from blockopt.blocks import ROLES
 from tests.helpers.models import FAMILIES, block_index
 
 LEVELS = ("role", "layer", "tensor", "head")
-MODELS = {name: FAMILIES[name]() for name in ("nanogpt", "gpt_neox", "llama", "phi3")}  # fused, interleaved, grouped-query
+MODELS = {
+    name: FAMILIES[name]() for name in ("nanogpt", "gpt_neox", "llama", "phi3")
+}  # fused, interleaved, grouped-query
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,10 @@ def nothing_warned_yet(monkeypatch):
 def random_curvature(blocks, seed=0, dtype=torch.float64):
     """Between 1e-6 and 1e2, evenly in the logarithm."""
     generator = torch.Generator().manual_seed(seed)
-    draw = {n: torch.rand(entry.num_blocks, generator=generator, dtype=torch.float64) for n, entry in blocks.items()}
+    draw = {
+        n: torch.rand(entry.num_blocks, generator=generator, dtype=torch.float64)
+        for n, entry in blocks.items()
+    }
     return {name: (10 ** (8 * u - 6)).to(dtype) for name, u in draw.items()}
 
 
@@ -45,12 +50,21 @@ def entries(model, blocks):
 
 def group_of(name, block, blocks, by):
     role = blocks[name].block_roles[block]
-    return {"role": role, "layer": (blocks[name].layer, role), "tensor": (name, role), "head": (name, block)}[by]
+    return {
+        "role": role,
+        "layer": (blocks[name].layer, role),
+        "tensor": (name, role),
+        "head": (name, block),
+    }[by]
 
 
 def reference(curvature, model, blocks, power, bounds, by):
     plain = {name: values.tolist() for name, values in curvature.items()}
-    keys = {(n, b): group_of(n, b, blocks, by) for n, entry in blocks.items() for b in range(entry.num_blocks)}
+    keys = {
+        (n, b): group_of(n, b, blocks, by)
+        for n, entry in blocks.items()
+        for b in range(entry.num_blocks)
+    }
     members, size = {}, {}
     for place in entries(model, blocks):
         members.setdefault(keys[place], []).append(plain[place[0]][place[1]])
@@ -74,7 +88,8 @@ def reference(curvature, model, blocks, power, bounds, by):
     def total(shift):
         return math.fsum(size[key] * clipped(key, shift) for key in y)
 
-    # The total is linear between the shifts at which some group meets a bound, and falls: interpolate where it meets zero.
+    # The total is linear between the shifts at which some group meets a bound, and falls:
+    # interpolate where it meets zero.
     corners = sorted({v - bound for v in y.values() for bound in (low, high)})
     above, below = 0, len(corners) - 1
     while below - above > 1:
@@ -83,7 +98,10 @@ def reference(curvature, model, blocks, power, bounds, by):
     left, right = corners[above], corners[below]
     rise = total(left) - total(right)
     shift = left + (right - left) * total(left) / rise if rise else left
-    return {n: [math.exp(clipped(keys[n, b], shift)) for b in range(entry.num_blocks)] for n, entry in blocks.items()}
+    return {
+        n: [math.exp(clipped(keys[n, b], shift)) for b in range(entry.num_blocks)]
+        for n, entry in blocks.items()
+    }
 
 
 def check_against_reference(curvature, model, blocks, power, bounds, by):
@@ -118,11 +136,15 @@ def test_scales_equal_the_reference_however_they_are_clipped(power, bounds, by):
 
 
 @pytest.mark.parametrize("by", LEVELS)
-@pytest.mark.parametrize("options", [{"per_head": False, "per_row": ()}, {"per_row": ("embedding",)}])
+@pytest.mark.parametrize(
+    "options", [{"per_head": False, "per_row": ()}, {"per_row": ("embedding",)}]
+)
 def test_scales_follow_the_blocks_that_are_passed(options, by):
     model = MODELS["gpt_neox"]
     blocks = find_blocks(model, **options)
-    assert sum(b.num_blocks for b in blocks.values()) < sum(b.num_blocks for b in find_blocks(model).values())
+    assert sum(b.num_blocks for b in blocks.values()) < sum(
+        b.num_blocks for b in find_blocks(model).values()
+    )
     check_against_reference(random_curvature(blocks), model, blocks, -0.5, (0.3, 3.0), by)
 
 
@@ -145,11 +167,29 @@ def test_mean_bounds_and_order_hold_at_once(name, by, seed):
 
 
 def test_a_mean_by_number_of_entries_worked_out_by_hand():
-    model = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 3, bias=False), "norm": nn.LayerNorm(4)})
-    assert [entry.roles[0] for entry in find_blocks(model).values()] == ["other", "other", "norm", "norm"]
-    one = {"a.weight": 13.0, "b.weight": 1.0, "norm.weight": 0.5, "norm.bias": 1.5}  # 2, 6, 4 and 4 entries
+    model = nn.ModuleDict(
+        {
+            "a": nn.Linear(2, 1, bias=False),
+            "b": nn.Linear(2, 3, bias=False),
+            "norm": nn.LayerNorm(4),
+        }
+    )
+    assert [entry.roles[0] for entry in find_blocks(model).values()] == [
+        "other",
+        "other",
+        "norm",
+        "norm",
+    ]
+    one = {
+        "a.weight": 13.0,
+        "b.weight": 1.0,
+        "norm.weight": 0.5,
+        "norm.bias": 1.5,
+    }  # 2, 6, 4 and 4 entries
     curvature = {name: torch.tensor([value]) for name, value in one.items()}
-    scales = block_scales(curvature, model, power=-1.0)  # (2 * 13 + 6 * 1) / 8 = 4 for others, 1 for norms, c_ref = 2
+    scales = block_scales(
+        curvature, model, power=-1.0
+    )  # (2 * 13 + 6 * 1) / 8 = 4 for others, 1 for norms, c_ref = 2
     assert {name: round(value.item(), 6) for name, value in scales.items()} == {
         **{"a.weight": 0.5, "b.weight": 0.5, "norm.weight": 2.0, "norm.bias": 2.0},
     }
@@ -166,12 +206,16 @@ def test_roles_are_pooled_over_the_model():
     assert torch.equal(first, last)
     assert [distinct([first[i : i + 4]]) for i in (0, 4, 8)] == [1, 1, 1]
     assert distinct([first]) == 3
-    assert distinct(list(scales.values())) == len({role for b in find_blocks(model).values() for role in b.roles})
+    assert distinct(list(scales.values())) == len(
+        {role for b in find_blocks(model).values() for role in b.roles}
+    )
 
 
 def test_a_layer_pools_the_parameters_of_a_role_in_it():
     model = MODELS["nanogpt"]
-    scales = block_scales(random_curvature(find_blocks(model)), model, bounds=(1e-3, 1e3), by="layer")
+    scales = block_scales(
+        random_curvature(find_blocks(model)), model, bounds=(1e-3, 1e3), by="layer"
+    )
     fused = [scales[f"h.{layer}.attn.c_attn.weight"] for layer in (0, 1)]
     assert distinct(fused) == 6
     norms = [scales[f"h.{layer}.{norm}.weight"] for layer in (0, 1) for norm in ("ln_1", "ln_2")]
@@ -192,7 +236,10 @@ def test_a_tensor_keeps_its_sections_apart_and_a_head_every_block(name, paramete
     model = MODELS[name]
     curvature = random_curvature(find_blocks(model))
     pooled = block_scales(curvature, model, bounds=(1e-3, 1e3), by="tensor")[parameter].tolist()
-    by_section = {section: {s for s, c in zip(pooled, sections, strict=True) if c == section} for section in sections}
+    by_section = {
+        section: {s for s, c in zip(pooled, sections, strict=True) if c == section}
+        for section in sections
+    }
     assert all(len(found) == 1 for found in by_section.values())
     assert len(set(pooled)) == len(set(sections))
     each = block_scales(curvature, model, bounds=(1e-3, 1e3), by="head")[parameter]
@@ -201,7 +248,9 @@ def test_a_tensor_keeps_its_sections_apart_and_a_head_every_block(name, paramete
 
 def test_a_tensor_does_not_share_with_others_of_its_role():
     model = MODELS["llama"]
-    scales = block_scales(random_curvature(find_blocks(model)), model, bounds=(1e-3, 1e3), by="tensor")
+    scales = block_scales(
+        random_curvature(find_blocks(model)), model, bounds=(1e-3, 1e3), by="tensor"
+    )
     queries = [scales[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1)]
     assert distinct(queries) == 2
 
@@ -211,8 +260,15 @@ def test_power_zero_and_bounds_of_one_give_exact_ones(by):
     model = MODELS["llama"]
     curvature = random_curvature(find_blocks(model))
     ones = uniform(model)
-    assert not all(torch.equal(values, ones[n]) for n, values in block_scales(curvature, model, by=by).items())
-    for options in ({"power": 0.0}, {"bounds": (1.0, 1.0)}, {"bounds": (0.1, 1.0)}, {"bounds": (1.0, 10.0)}):
+    assert not all(
+        torch.equal(values, ones[n]) for n, values in block_scales(curvature, model, by=by).items()
+    )
+    for options in (
+        {"power": 0.0},
+        {"bounds": (1.0, 1.0)},
+        {"bounds": (0.1, 1.0)},
+        {"bounds": (1.0, 10.0)},
+    ):
         for sign in (-1, 1):
             scales = block_scales(curvature, model, **{"power": 0.5 * sign, **options}, by=by)
             assert all(torch.equal(values, ones[name]) for name, values in scales.items()), options
@@ -221,7 +277,9 @@ def test_power_zero_and_bounds_of_one_give_exact_ones(by):
 @pytest.mark.parametrize("by", LEVELS)
 def test_equal_curvature_gives_exact_ones(by):
     model = MODELS["llama"]
-    scales = block_scales({name: values * 0.3 for name, values in uniform(model).items()}, model, by=by)
+    scales = block_scales(
+        {name: values * 0.3 for name, values in uniform(model).items()}, model, by=by
+    )
     assert all(torch.equal(values, torch.ones(len(values))) for values in scales.values())
 
 
@@ -231,14 +289,20 @@ def test_equal_curvature_gives_exact_ones(by):
     [
         *((2.0**power, torch.float64, 0.0) for power in (-1000, -60, 1, 60, 1015)),
         *((2.0**power, torch.float32, 0.0) for power in (-90, 90)),
-        *((factor, dtype, 2e-6) for factor in (1e-30, 3.0, 1e30) for dtype in (torch.float32, torch.float64)),
+        *(
+            (factor, dtype, 2e-6)
+            for factor in (1e-30, 3.0, 1e30)
+            for dtype in (torch.float32, torch.float64)
+        ),
     ],
 )
 def test_the_unit_of_the_curvature_does_not_matter(factor, dtype, rtol, by):
     model = MODELS["gpt_neox"]
     curvature = random_curvature(find_blocks(model), dtype=dtype)
     scales = block_scales(curvature, model, by=by)
-    scaled = block_scales({name: values * factor for name, values in curvature.items()}, model, by=by)
+    scaled = block_scales(
+        {name: values * factor for name, values in curvature.items()}, model, by=by
+    )
     for name, values in scales.items():
         torch.testing.assert_close(scaled[name], values, rtol=rtol, atol=0.0)
 
@@ -249,7 +313,10 @@ def test_the_result_depends_on_values_only_and_the_input_stays_as_it_was():
     curvature = random_curvature(blocks, dtype=torch.bfloat16)
     before = copy.deepcopy(curvature)
     backwards = {name: curvature[name].float().requires_grad_() for name in reversed(curvature)}
-    a, b = block_scales(curvature, model), block_scales(backwards, model, dict(reversed(blocks.items())))
+    a, b = (
+        block_scales(curvature, model),
+        block_scales(backwards, model, dict(reversed(blocks.items()))),
+    )
     assert list(a) == list(b) == list(blocks)
     for name, values in a.items():
         assert torch.equal(values, b[name])
@@ -263,9 +330,13 @@ FUSED = "self_attn.in_proj_weight"
 
 def layer_scales(first=None, second=None, **options):
     """Scales of a layer's roles: norms are the sharpest, output is the flattest; query and key as given."""
-    curvature = {name: torch.full((entry.num_blocks,), 1.0) for name, entry in find_blocks(LAYER).items()}
+    curvature = {
+        name: torch.full((entry.num_blocks,), 1.0) for name, entry in find_blocks(LAYER).items()
+    }
     curvature["self_attn.out_proj.weight"][:] = 0.25
-    curvature["norm1.weight"][:] = curvature["norm1.bias"][:] = curvature["norm2.weight"][:] = curvature["norm2.bias"][:] = 4.0
+    curvature["norm1.weight"][:] = curvature["norm1.bias"][:] = curvature["norm2.weight"][
+        :
+    ] = curvature["norm2.bias"][:] = 4.0
     for start, given in ((0, first), (2, second)):
         if given is not None:
             curvature[FUSED][start : start + 2] = torch.tensor(given)
@@ -291,7 +362,11 @@ def test_curvature_that_cannot_be_inverted_counts_as_the_nearest_that_can(given,
         scales = layer_scales(first=given)
     assert len(caught) == 1
     torch.testing.assert_close(scales[FUSED][:2], scales[like][:1].expand(2), rtol=1e-6, atol=0.0)
-    assert scales["norm1.weight"] < scales["linear1.weight"][0] < scales["self_attn.out_proj.weight"][0]
+    assert (
+        scales["norm1.weight"]
+        < scales["linear1.weight"][0]
+        < scales["self_attn.out_proj.weight"][0]
+    )
     assert abs(mean_log(scales, LAYER, find_blocks(LAYER))) < 1e-6
 
 
@@ -330,7 +405,9 @@ def test_the_warning_names_three_parameters_at_most():
     for name, values in curvature.items():
         if "norm" in name:
             values[:] = -1.0
-    with pytest.warns(UserWarning, match=r"in 5 of 21 parameters \([^,]+norm[^,]*, [^,]+, [^,]+, …\)"):
+    with pytest.warns(
+        UserWarning, match=r"in 5 of 21 parameters \([^,]+norm[^,]*, [^,]+, [^,]+, …\)"
+    ):
         block_scales(curvature, model)
 
 
@@ -357,8 +434,19 @@ def test_no_positive_curvature_at_all_is_an_error(value):
         ({"power": math.nan}, "Invalid power=nan. Must be finite."),
         ({"power": -math.inf}, "Invalid power=-inf. Must be finite."),
         *(
-            ({"bounds": bounds}, f"Invalid bounds={bounds}. Must be (low, high) with 1e-38 <= low <= 1 <= high <= 1e38.")
-            for bounds in ((0.0, 10.0), (-1.0, 2.0), (2.0, 3.0), (0.1, 0.9), (10.0, 0.1), (0.1, math.inf), (math.nan, 1.0))
+            (
+                {"bounds": bounds},
+                f"Invalid bounds={bounds}. Must be (low, high) with 1e-38 <= low <= 1 <= high <= 1e38.",
+            )
+            for bounds in (
+                (0.0, 10.0),
+                (-1.0, 2.0),
+                (2.0, 3.0),
+                (0.1, 0.9),
+                (10.0, 0.1),
+                (0.1, math.inf),
+                (math.nan, 1.0),
+            )
         ),
     ],
 )
@@ -369,7 +457,10 @@ def test_options_out_of_range_are_refused(options, message):
 
 def test_curvature_that_does_not_fit_the_model_is_refused():
     curvature = uniform(LAYER)
-    with pytest.raises(ValueError, match=r"shape \(5,\) for 'self_attn.in_proj_weight'. Must be \(6,\), one a block"):
+    with pytest.raises(
+        ValueError,
+        match=r"shape \(5,\) for 'self_attn.in_proj_weight'. Must be \(6,\), one a block",
+    ):
         block_scales({**curvature, FUSED: torch.ones(5)}, LAYER)
     with pytest.raises(ValueError, match=r"shape \(\) for 'norm1.weight'. Must be \(1,\)"):
         block_scales({**curvature, "norm1.weight": torch.tensor(1.0)}, LAYER)
@@ -379,7 +470,9 @@ def test_curvature_that_does_not_fit_the_model_is_refused():
         block_scales({**curvature, "norm3": torch.ones(1)}, LAYER)
 
 
-@pytest.mark.parametrize("preset", [uniform, sharpness_disparity, lambda *args: block_scales(uniform(LAYER), *args)])
+@pytest.mark.parametrize(
+    "preset", [uniform, sharpness_disparity, lambda *args: block_scales(uniform(LAYER), *args)]
+)
 def test_blocks_that_do_not_fit_the_model_are_refused(preset):
     blocks = find_blocks(LAYER)
     with pytest.raises(ValueError, match=r"Invalid blocks: lacks \['norm2.bias'\], and has \[\]"):
@@ -391,7 +484,17 @@ def test_blocks_that_do_not_fit_the_model_are_refused(preset):
 
 
 PUBLISHED = {
-    **{"norm": 1, "value": 4, "output": 4, "mlp_in": 6, "mlp_gate": 6, "mlp_out": 6, "query": 8, "key": 8, "embedding": 10},
+    **{
+        "norm": 1,
+        "value": 4,
+        "output": 4,
+        "mlp_in": 6,
+        "mlp_gate": 6,
+        "mlp_out": 6,
+        "query": 8,
+        "key": 8,
+        "embedding": 10,
+    },
     **{"position": 10, "head": 1, "bias": 1, "other": 1},  # our choice
 }
 
@@ -402,13 +505,20 @@ def test_sharpness_disparity_has_the_published_ratios_and_mean_one(family):
     blocks = find_blocks(model)
     scales = sharpness_disparity(model)
     roles = [role for entry in blocks.values() for role in entry.block_roles]
-    units = torch.cat([scales[name] for name in blocks]) / torch.tensor([PUBLISHED[role] for role in roles])
+    units = torch.cat([scales[name] for name in blocks]) / torch.tensor(
+        [PUBLISHED[role] for role in roles]
+    )
     torch.testing.assert_close(units, units[:1].expand(len(units)), rtol=1e-6, atol=0.0)
     assert abs(mean_log(scales, model, blocks)) < 1e-6
 
 
 def test_the_families_hold_every_role():
-    found = {role for build in FAMILIES.values() for entry in find_blocks(build()).values() for role in entry.roles}
+    found = {
+        role
+        for build in FAMILIES.values()
+        for entry in find_blocks(build()).values()
+        for role in entry.roles
+    }
     assert found == set(ROLES) == set(PUBLISHED)
 
 
@@ -445,11 +555,15 @@ def two_ranks_of_which_one_is_here():
 def test_a_sharded_model_counts_whole_parameters():
     plain, model = FAMILIES["llama"](), FAMILIES["llama"]()
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-    assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters())
+    assert all(
+        isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters()
+    )
     curvature = random_curvature(find_blocks(plain))
     for by in LEVELS:
         expected = block_scales(curvature, plain, by=by)
-        assert all(torch.equal(v, expected[n]) for n, v in block_scales(curvature, model, by=by).items())
+        assert all(
+            torch.equal(v, expected[n]) for n, v in block_scales(curvature, model, by=by).items()
+        )
 
 
 @pytest.mark.usefixtures("two_ranks_of_which_one_is_here")
@@ -461,5 +575,7 @@ def test_a_replicated_model_goes_by_its_own_names():
     scales = block_scales({f"module.{name}": values for name, values in curvature.items()}, model)
     assert list(scales) == [f"module.{name}" for name in expected]
     assert all(torch.equal(scales[f"module.{n}"], v) for n, v in expected.items())
-    with pytest.raises(ValueError, match=r"Invalid curvature: lacks \['module\..*and has \['lm_head"):
+    with pytest.raises(
+        ValueError, match=r"Invalid curvature: lacks \['module\..*and has \['lm_head"
+    ):
         block_scales(curvature, model)

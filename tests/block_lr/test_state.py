@@ -19,13 +19,23 @@ from tests.helpers.models import CNN, SDPA
 from tests.helpers.optimizers import tiny_gpt, token_loss
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Curvature not positive", "ignore:The refresh of the block learning rates", "ignore:.*is no cross-entropy"
+    "ignore:Curvature not positive",
+    "ignore:The refresh of the block learning rates",
+    "ignore:.*is no cross-entropy",
 )
 
 
 def gpt_with_dropout():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 19,
+        "n_positions": 8,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **SDPA)).train()
 
@@ -38,7 +48,10 @@ def cnn_with_batch_norm():
 def batch_loss(model, seed):
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, CNN):
-        images, classes = torch.randn(3, 3, 8, 8, generator=generator), torch.randint(5, (3,), generator=generator)
+        images, classes = (
+            torch.randn(3, 3, 8, 8, generator=generator),
+            torch.randint(5, (3,), generator=generator),
+        )
         return nn.functional.cross_entropy(model(images), classes)
     tokens = torch.randint(19, (3, 8), generator=generator)
     return model(tokens, labels=tokens, use_cache=False).loss
@@ -46,7 +59,9 @@ def batch_loss(model, seed):
 
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-    "block-sgd": lambda model: blockopt.BlockSGD(blockopt.param_groups(model), lr=1e-2, momentum=0.9),
+    "block-sgd": lambda model: blockopt.BlockSGD(
+        blockopt.param_groups(model), lr=1e-2, momentum=0.9
+    ),
     "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
 }
 FUNCTION = "a function"
@@ -57,7 +72,9 @@ def own_function(model, loss):
     model.train()
     loss().backward()
     torch.rand(3)
-    return {n: torch.full((b.num_blocks,), 1.0 + len(n)) for n, b in blockopt.find_blocks(model).items()}
+    return {
+        n: torch.full((b.num_blocks,), 1.0 + len(n)) for n, b in blockopt.find_blocks(model).items()
+    }
 
 
 def run(build_model, build_optimizer, options, steps=range(4), resume=None):
@@ -79,7 +96,9 @@ def run(build_model, build_optimizer, options, steps=range(4), resume=None):
         if block_lr is not None:
             gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             block_lr.step(lambda step=step: batch_loss(model, 100 + step))
-            assert all(g is None or torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients))
+            assert all(
+                g is None or torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients)
+            )
             assert all(module.training for module in model.modules())
     return model, optimizer, block_lr
 
@@ -89,21 +108,35 @@ def run(build_model, build_optimizer, options, steps=range(4), resume=None):
     ("build_model", "curvature"),
     [
         *((gpt_with_dropout, curvature) for curvature in (*ESTIMATORS, FUNCTION)),
-        *((cnn_with_batch_norm, curvature) for curvature in (*ESTIMATORS, FUNCTION) if curvature != "power_law"),  # for transformers
+        *(
+            (cnn_with_batch_norm, curvature)
+            for curvature in (*ESTIMATORS, FUNCTION)
+            if curvature != "power_law"
+        ),  # for transformers
     ],
 )
 def test_a_power_of_zero_is_a_run_without_it(build_model, curvature, optimizer_name):
-    options = {"curvature": own_function if curvature == FUNCTION else curvature, "every": 1, "power": 0.0}
+    options = {
+        "curvature": own_function if curvature == FUNCTION else curvature,
+        "every": 1,
+        "power": 0.0,
+    }
     model, optimizer, block_lr = run(build_model, BUILD[optimizer_name], options)
     plain, reference, _ = run(build_model, BUILD[optimizer_name], None)
     assert len(block_lr.history) + block_lr.failures == 4
     assert block_lr.history
     assert all((scale == 1).all() for scale in block_lr.last_scales.as_dict().values())
-    for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (name, value), expected in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         assert torch.equal(value, expected), name
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         state, expected = optimizer.state[p], reference.state[q]
-        assert all(torch.equal(state[key], expected[key]) for key in expected if isinstance(expected[key], torch.Tensor))
+        assert all(
+            torch.equal(state[key], expected[key])
+            for key in expected
+            if isinstance(expected[key], torch.Tensor)
+        )
 
 
 def test_other_powers_change_the_run():
@@ -120,12 +153,18 @@ def test_a_resumed_run_goes_on_with_the_same_bits(curvature, optimizer_name, spl
     options = {"curvature": curvature, "every": 2, "beta": 0.7, "by": "tensor"}
     expected, _, uninterrupted = run(gpt_with_dropout, BUILD[optimizer_name], options, range(6))
     model, optimizer, block_lr = run(gpt_with_dropout, BUILD[optimizer_name], options, range(split))
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "block_lr": block_lr.state_dict()}
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "block_lr": block_lr.state_dict(),
+    }
     file = io.BytesIO()
     torch.save({**saved, "rng": torch.get_rng_state()}, file)
     file.seek(0)
     resume = torch.load(file, weights_only=True)
-    resumed, _, again = run(gpt_with_dropout, BUILD[optimizer_name], options, range(split, 6), resume)
+    resumed, _, again = run(
+        gpt_with_dropout, BUILD[optimizer_name], options, range(split, 6), resume
+    )
     for p, q in zip(resumed.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q)
     assert again.history == uninterrupted.history
@@ -143,9 +182,13 @@ def test_a_saved_state_carries_the_scales_by_itself(optimizer_name):
     fresh = BlockLR(optimizer, model)
     fresh.load_state_dict(block_lr.state_dict())
     expected = block_lr.last_scales.as_dict()
-    assert all(torch.equal(scale, expected[name]) for name, scale in fresh.last_scales.as_dict().items())
+    assert all(
+        torch.equal(scale, expected[name]) for name, scale in fresh.last_scales.as_dict().items()
+    )
     if optimizer_name == "block":
-        assert all(torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items())
+        assert all(
+            torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
+        )
     else:
         assert fresh._attached._multipliers == block_lr._attached._multipliers
         assert fresh._attached._multipliers != [1.0] * len(optimizer.param_groups)
@@ -181,15 +224,30 @@ def test_a_state_of_other_blocks_is_refused():
     model = gpt_with_dropout()
     blocks = blockopt.find_blocks(model, per_row=())
     other = BlockLR(blockopt.BlockAdamW(blockopt.param_groups(model, blocks), lr=1e-2), model)
-    with pytest.raises(ValueError, match=r"has 19 scales for 'transformer.wte.weight'. Must be 1, one a block."):
+    with pytest.raises(
+        ValueError, match=r"has 19 scales for 'transformer.wte.weight'. Must be 1, one a block."
+    ):
         other.load_state_dict(block_lr.state_dict())
     unrelated = tiny_gpt()
-    with pytest.raises(ValueError, match=r"'transformer.wte.weight', which is no parameter of the model"):
+    with pytest.raises(
+        ValueError, match=r"'transformer.wte.weight', which is no parameter of the model"
+    ):
         BlockLR(BUILD["block"](unrelated), unrelated).load_state_dict(block_lr.state_dict())
 
 
 LABELS = {
-    "role": {"embedding", "position", "query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias"},
+    "role": {
+        "embedding",
+        "position",
+        "query",
+        "key",
+        "value",
+        "output",
+        "mlp_in",
+        "mlp_out",
+        "norm",
+        "bias",
+    },
     "layer": {"embedding", "position", "norm"}
     | {
         f"{layer}.{role}"
@@ -206,10 +264,17 @@ def test_history_has_the_means_of_the_groups(by):
     def curvature(model, loss):
         generator = torch.Generator().manual_seed(len(seen))
         blocks = blockopt.find_blocks(model)
-        seen.append({name: torch.rand(entry.num_blocks, generator=generator) for name, entry in blocks.items()})
+        seen.append(
+            {
+                name: torch.rand(entry.num_blocks, generator=generator)
+                for name, entry in blocks.items()
+            }
+        )
         return seen[-1]
 
-    _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"curvature": curvature, "every": 2, "by": by})
+    _, _, block_lr = run(
+        gpt_with_dropout, BUILD["block"], {"curvature": curvature, "every": 2, "by": by}
+    )
     assert [refresh.step for refresh in block_lr.history] == [1, 3]
     last = block_lr.history[-1]
     if by in LABELS:
@@ -220,20 +285,29 @@ def test_history_has_the_means_of_the_groups(by):
         }
         assert len(last.curvature) < 40
     assert last.curvature.keys() == last.scale.keys()
-    query = {"role": "query", "layer": "0.query"}.get(by, "transformer.h.0.attn.c_attn.weight:query")
+    query = {"role": "query", "layer": "0.query"}.get(
+        by, "transformer.h.0.attn.c_attn.weight:query"
+    )
     names = [f"transformer.h.{i}.attn.c_attn.weight" for i in ((0, 1) if by == "role" else (0,))]
-    assert last.curvature[query] == pytest.approx(torch.cat([seen[-1][name][:2] for name in names]).mean().item())
+    assert last.curvature[query] == pytest.approx(
+        torch.cat([seen[-1][name][:2] for name in names]).mean().item()
+    )
     scales = torch.cat([block_lr.last_scales.as_dict()[name][:2] for name in names])
     assert last.scale[query] == pytest.approx(scales.log().mean().exp().item(), rel=1e-5)
     norm = {"role": "norm", "layer": "norm"}.get(by)
     if norm:  # means are over entries, not over blocks: the last norm alone, or all of them, have 16 entries each
         norms = [name for name in seen[-1] if "ln_" in name and (by == "role" or "ln_f" in name)]
-        assert last.curvature[norm] == pytest.approx(torch.cat([seen[-1][name] for name in norms]).mean().item())
+        assert last.curvature[norm] == pytest.approx(
+            torch.cat([seen[-1][name] for name in norms]).mean().item()
+        )
 
 
 def test_means_are_over_entries():
     def curvature(model, loss):
-        return {n: torch.full((b.num_blocks,), 3.0 if "c_attn" in n else 1.0) for n, b in blockopt.find_blocks(model).items()}
+        return {
+            n: torch.full((b.num_blocks,), 3.0 if "c_attn" in n else 1.0)
+            for n, b in blockopt.find_blocks(model).items()
+        }
 
     _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"curvature": curvature})
     bias = 2 * 48 * 3.0 + 2 * (16 + 64 + 16) * 1.0  # fused attention; output, MLP in and out
@@ -251,34 +325,58 @@ def test_history_is_written_as_rows(tmp_path):
     assert [row["step"] for row in rows[:: len(LABELS["role"])]] == [1, 3]
     for row, line in zip(rows, table):
         assert list(row) == list(line) == ["step", "block", "curvature", "scale"]
-        assert {**line, "step": int(line["step"]), **{k: float(line[k]) for k in ("curvature", "scale")}} == row
+        assert {
+            **line,
+            "step": int(line["step"]),
+            **{k: float(line[k]) for k in ("curvature", "scale")},
+        } == row
     assert rows[0]["scale"] == block_lr.history[0].scale[rows[0]["block"]]
 
 
 @pytest.mark.parametrize("by", ["role", "tensor"])
 def test_history_plots_curvature_and_scale_by_role(by, tmp_path):
-    _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"curvature": "gauss_newton", "every": 1, "by": by})
+    _, _, block_lr = run(
+        gpt_with_dropout, BUILD["block"], {"curvature": "gauss_newton", "every": 1, "by": by}
+    )
     figure = block_lr.history.plot(tmp_path / "history.png")
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
     left, right = figure.axes
-    assert (left.get_ylabel(), right.get_ylabel()) == ("curvature of the block", "scale of the block")
+    assert (left.get_ylabel(), right.get_ylabel()) == (
+        "curvature of the block",
+        "scale of the block",
+    )
     assert {axes.get_xlabel() for axes in figure.axes} == {"optimizer step"}
     assert {axes.get_yscale() for axes in figure.axes} == {"log"}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        *("embedding", "position", "query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias"),
+        *(
+            "embedding",
+            "position",
+            "query",
+            "key",
+            "value",
+            "output",
+            "mlp_in",
+            "mlp_out",
+            "norm",
+            "bias",
+        ),
     ]
     for axes, quantity in ((left, "curvature"), (right, "scale")):
         lines = {line.get_label(): line for line in axes.get_lines()}
         assert len(axes.get_lines()) == len(block_lr.history[0].scale)
         if by == "role":
             assert list(lines["query"].get_xdata()) == [1, 2, 3, 4]
-            assert list(lines["query"].get_ydata()) == [getattr(refresh, quantity)["query"] for refresh in block_lr.history]
+            assert list(lines["query"].get_ydata()) == [
+                getattr(refresh, quantity)["query"] for refresh in block_lr.history
+            ]
     colors = {line.get_label(): line.get_color() for line in left.get_lines()}
     assert len(set(colors.values())) == len(colors)
 
 
 def test_a_plot_leaves_out_what_a_log_axis_cannot_show():
-    history = History([Refresh(1, {"norm": -1.0}, {"norm": 1.0}), Refresh(2, {"norm": 2.0}, {"norm": 1.0})])
+    history = History(
+        [Refresh(1, {"norm": -1.0}, {"norm": 1.0}), Refresh(2, {"norm": 2.0}, {"norm": 1.0})]
+    )
     values = list(history.plot().axes[0].get_lines()[0].get_ydata())
     assert math.isnan(values[0])
     assert values[1] == 2.0
@@ -303,16 +401,32 @@ def test_a_plot_without_matplotlib_or_refreshes_says_what_is_missing(monkeypatch
 def test_the_table_of_scales_is_aligned_and_narrow():
     model = gpt_with_dropout()
     block_lr = BlockLR(BUILD["block"](model), model)
-    assert {line.split()[-1] for line in str(block_lr.last_scales).splitlines()} == {"max", "1"}  # before any refresh
+    assert {line.split()[-1] for line in str(block_lr.last_scales).splitlines()} == {
+        "max",
+        "1",
+    }  # before any refresh
     _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"every": 1, "by": "head"})
     lines = str(block_lr.last_scales).splitlines()
     assert lines == repr(block_lr.last_scales).splitlines()
     assert lines[0].split() == ["role", "blocks", "min", "median", "max"]
     assert [line.split()[0] for line in lines[1:]] == [
-        *("embedding", "position", "query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias"),
+        *(
+            "embedding",
+            "position",
+            "query",
+            "key",
+            "value",
+            "output",
+            "mlp_in",
+            "mlp_out",
+            "norm",
+            "bias",
+        ),
     ]
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= 80
-    queries = torch.cat([s[:2] for n, s in block_lr.last_scales.as_dict().items() if "c_attn.weight" in n])
+    queries = torch.cat(
+        [s[:2] for n, s in block_lr.last_scales.as_dict().items() if "c_attn.weight" in n]
+    )
     expected = [f"{float(x):.3g}" for x in (queries.min(), queries.median(), queries.max())]
     assert lines[3].split() == ["query", "4", *expected]

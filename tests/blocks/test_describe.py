@@ -37,7 +37,15 @@ def parse(table):
     rows = []
     for line in lines:
         role, *layer, blocks, parameters, share = line.split()
-        rows.append((role, " ".join(layer), int(blocks.replace(",", "")), int(parameters.replace(",", "")), share))
+        rows.append(
+            (
+                role,
+                " ".join(layer),
+                int(blocks.replace(",", "")),
+                int(parameters.replace(",", "")),
+                share,
+            )
+        )
     name, blocks, parameters, share = total.split()
     assert (name, share) == ("total", "100.0%")
     return rows, (int(blocks.replace(",", "")), int(parameters.replace(",", "")))
@@ -48,8 +56,16 @@ def parse(table):
 def test_the_totals_are_those_of_the_model(name, by_layer):
     model = FAMILIES[name]()
     rows, (blocks, parameters) = parse(describe(model, by_layer=by_layer))
-    assert parameters == sum(p.numel() for p in model.parameters() if p.requires_grad) == sum(row[3] for row in rows)
-    assert blocks == sum(entry.num_blocks for entry in find_blocks(model).values()) == sum(row[2] for row in rows)
+    assert (
+        parameters
+        == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        == sum(row[3] for row in rows)
+    )
+    assert (
+        blocks
+        == sum(entry.num_blocks for entry in find_blocks(model).values())
+        == sum(row[2] for row in rows)
+    )
     for _, _, _, count, share in rows:
         assert share == f"{100 * count / parameters:.1f}%"
 
@@ -157,16 +173,33 @@ def config_folder(tmp_path):
 def test_a_config_file_and_its_folder_are_described(config_folder, source, capsys):
     path = str(config_folder / source)
     assert main(["describe", path]) == 0
-    assert capsys.readouterr().out == f"LlamaForCausalLM ({path})\n{describe(FAMILIES['llama']())}\n"
+    assert (
+        capsys.readouterr().out == f"LlamaForCausalLM ({path})\n{describe(FAMILIES['llama']())}\n"
+    )
 
 
 def test_the_options_reach_the_finder(config_folder, capsys):
     model = FAMILIES["llama"]()
-    main(["describe", str(config_folder), "--by-layer", "--no-per-head", "--per-row", "head", "mlp_in"])
+    main(
+        [
+            "describe",
+            str(config_folder),
+            "--by-layer",
+            "--no-per-head",
+            "--per-row",
+            "head",
+            "mlp_in",
+        ]
+    )
     blocks = find_blocks(model, per_head=False, per_row=("head", "mlp_in"))
-    assert capsys.readouterr().out.split("\n", 1)[1] == describe(model, blocks, by_layer=True) + "\n"
+    assert (
+        capsys.readouterr().out.split("\n", 1)[1] == describe(model, blocks, by_layer=True) + "\n"
+    )
     main(["describe", str(config_folder), "--per-row"])
-    assert capsys.readouterr().out.split("\n", 1)[1] == describe(model, find_blocks(model, per_row=())) + "\n"
+    assert (
+        capsys.readouterr().out.split("\n", 1)[1]
+        == describe(model, find_blocks(model, per_row=())) + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,18 +228,24 @@ def test_a_config_of_an_unknown_type_fails_clearly(tmp_path):
         main(["describe", str(tmp_path)])
 
 
-def test_a_model_that_cannot_be_read_in_one_way_fails_with_the_finders_message(config_folder, monkeypatch):
+def test_a_model_that_cannot_be_read_in_one_way_fails_with_the_finders_message(
+    config_folder, monkeypatch
+):
     class StrangeAttention(nn.Module):
         def __init__(self):
             super().__init__()
             self.mixer = nn.Linear(8, 8)
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config: StrangeAttention())
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_config", lambda config: StrangeAttention()
+    )
     with pytest.raises(SystemExit, match=r"Cannot tell the blocks of 'mixer\.weight'"):
         main(["describe", str(config_folder)])
 
 
-@pytest.mark.parametrize("arguments", [[], ["describe"], ["describe", "gpt2", "--per-row", "query"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["describe"], ["describe", "gpt2", "--per-row", "query"]]
+)
 def test_wrong_arguments_exit_with_usage(arguments, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments)

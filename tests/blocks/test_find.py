@@ -48,11 +48,14 @@ def test_without_heads_each_role_is_one_block_of_the_same_entries(name):
         assert coarse.roles == fine.roles
         if set(fine.roles) & {"query", "key", "value", "output"}:
             assert sorted(coarse.block_roles) == sorted(set(fine.roles))
-            fine_index, coarse_index = (block_index(tuple(p.shape), b.split) for b in (fine, coarse))
+            fine_index, coarse_index = (
+                block_index(tuple(p.shape), b.split) for b in (fine, coarse)
+            )
             for role in set(fine.roles):
                 of_role = [i for i, r in enumerate(fine.block_roles) if r == role]
                 assert torch.equal(
-                    torch.isin(fine_index, torch.tensor(of_role)), coarse_index == coarse.block_roles.index(role)
+                    torch.isin(fine_index, torch.tensor(of_role)),
+                    coarse_index == coarse.block_roles.index(role),
                 )
         elif section_roles(parameter, by_head) is not None:
             assert coarse.num_blocks == len(fine.roles)
@@ -61,7 +64,9 @@ def test_without_heads_each_role_is_one_block_of_the_same_entries(name):
 
 
 def test_merged_interleaved_heads_are_pooled():
-    blocks = find_blocks(FAMILIES["gpt_neox"](), per_head=False)["gpt_neox.layers.0.attention.query_key_value.weight"]
+    blocks = find_blocks(FAMILIES["gpt_neox"](), per_head=False)[
+        "gpt_neox.layers.0.attention.query_key_value.weight"
+    ]
     assert blocks.block_roles == ("query", "key", "value")
     assert blocks.split == Split(0, (4, 4, 4), (1, 1, 1), repeat=4, pooled=True)
     assert block_numel((48, 16), blocks.split).tolist() == [256, 256, 256]
@@ -129,7 +134,9 @@ class Wrapper(nn.Module):
 
 
 # torch.compile imports code that torch itself has deprecated
-compiles = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+compiles = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
 WRAPPERS = {
     "module.": Wrapper,
     "_orig_mod.": torch.compile,
@@ -148,7 +155,9 @@ def test_a_wrapper_changes_the_names_alone(name, prefix):
 
 
 @compiles
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon-groups", "bert", "phi3", "t5", "encoder_layer", "timm_vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt_neox", "falcon-groups", "bert", "phi3", "t5", "encoder_layer", "timm_vit"]
+)
 def test_compiling_the_attention_modules_alone_changes_the_names_alone(name):
     model = FAMILIES[name]()
     expected = find_blocks(model)
@@ -158,7 +167,9 @@ def test_compiling_the_attention_modules_alone_changes_the_names_alone(name):
                 setattr(module, attribute, torch.compile(child))
     found = find_blocks(model)
     assert any("_orig_mod" in parameter for parameter in found)
-    assert {parameter.replace("_orig_mod.", ""): blocks for parameter, blocks in found.items()} == expected
+    assert {
+        parameter.replace("_orig_mod.", ""): blocks for parameter, blocks in found.items()
+    } == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,14 +186,20 @@ def test_lora_factors_are_other_and_the_base_beside_them_keeps_its_roles(name):
     model = FAMILIES[name]()
     assert {entry.roles for entry in find_blocks(model).values()} == {("other",)}
     unfrozen = find_blocks(model.requires_grad_(True))
-    base = {n.removeprefix("base_model.model.").replace(".base_layer", ""): b for n, b in unfrozen.items() if "lora_" not in n}
+    base = {
+        n.removeprefix("base_model.model.").replace(".base_layer", ""): b
+        for n, b in unfrozen.items()
+        if "lora_" not in n
+    }
     assert base == EXPECTED[name.removeprefix("lora-")]
 
 
 def test_a_position_embedding_that_peft_saves_whole_keeps_its_role():
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["wpe"], fan_in_fan_out=True)
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], modules_to_save=["wpe"], fan_in_fan_out=True
+    )
     blocks = find_blocks(peft.get_peft_model(CAUSAL["gpt2"](), config))
     saved = {n: b for n, b in blocks.items() if "modules_to_save" in n}
     assert [b.roles for b in saved.values()] == [("position",)]

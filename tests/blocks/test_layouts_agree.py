@@ -15,7 +15,11 @@ ROLES = ("query", "key", "value")
 def layer(name, **linears):
     """A module of type `name` that holds attention projections."""
     module = type(name, (nn.Module,), {})()
-    module.num_heads, module.head_dim, module.num_key_value_heads = HEADS, HEAD_DIM, linears.pop("key_value_heads")
+    module.num_heads, module.head_dim, module.num_key_value_heads = (
+        HEADS,
+        HEAD_DIM,
+        linears.pop("key_value_heads"),
+    )
     for attribute, linear in linears.items():
         setattr(module, attribute, linear)
     return module
@@ -27,22 +31,41 @@ def heads_of(role, key_value_heads):
 
 def separate(kv):
     q, k, v = (nn.Linear(WIDTH, HEAD_DIM * heads_of(role, kv)) for role in ROLES)
-    return layer("LlamaAttention", q_proj=q, k_proj=k, v_proj=v, o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+    return layer(
+        "LlamaAttention",
+        q_proj=q,
+        k_proj=k,
+        v_proj=v,
+        o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH),
+        key_value_heads=kv,
+    )
 
 
 def contiguous(kv):
     fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
-    return layer("Phi3Attention", qkv_proj=fused, o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+    return layer(
+        "Phi3Attention",
+        qkv_proj=fused,
+        o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH),
+        key_value_heads=kv,
+    )
 
 
 def conv1d(kv):
     fused = Conv1D(HEAD_DIM * (HEADS + 2 * kv), WIDTH)
-    return layer("GPT2Attention", c_attn=fused, c_proj=Conv1D(WIDTH, HEADS * HEAD_DIM), key_value_heads=kv)
+    return layer(
+        "GPT2Attention", c_attn=fused, c_proj=Conv1D(WIDTH, HEADS * HEAD_DIM), key_value_heads=kv
+    )
 
 
 def interleaved(kv):
     fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
-    return layer("FalconAttention", query_key_value=fused, dense=nn.Linear(HEADS * HEAD_DIM, WIDTH), key_value_heads=kv)
+    return layer(
+        "FalconAttention",
+        query_key_value=fused,
+        dense=nn.Linear(HEADS * HEAD_DIM, WIDTH),
+        key_value_heads=kv,
+    )
 
 
 def torch_attention(kv):
@@ -60,15 +83,23 @@ def pack(layout, weights, kv):
     qkv, biases = [weights[role] for role in ROLES], [weights[f"{role} bias"] for role in ROLES]
     if layout is separate:
         names = ("q_proj", "k_proj", "v_proj")
-        stored = {f"{n}.weight": w for n, w in zip(names, qkv)} | {f"{n}.bias": b for n, b in zip(names, biases)}
+        stored = {f"{n}.weight": w for n, w in zip(names, qkv)} | {
+            f"{n}.bias": b for n, b in zip(names, biases)
+        }
         return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
     if layout is contiguous:
         stored = {"qkv_proj.weight": torch.cat(qkv), "qkv_proj.bias": torch.cat(biases)}
         return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
     if layout is conv1d:
         stored = {"c_attn.weight": torch.cat(qkv).T, "c_attn.bias": torch.cat(biases)}
-        return stored | {"c_proj.weight": weights["output"].T, "c_proj.bias": weights["output bias"]}
-    stored = {"query_key_value.weight": interleave(qkv, kv), "query_key_value.bias": interleave(biases, kv)}
+        return stored | {
+            "c_proj.weight": weights["output"].T,
+            "c_proj.bias": weights["output bias"],
+        }
+    stored = {
+        "query_key_value.weight": interleave(qkv, kv),
+        "query_key_value.bias": interleave(biases, kv),
+    }
     return stored | {"dense.weight": weights["output"], "dense.bias": weights["output bias"]}
 
 
@@ -110,17 +141,24 @@ def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
         generator = torch.Generator().manual_seed(0)
         module = build(kv).double()
         with torch.no_grad():
-            for parameter, value in assign(module, pack(build, canonical(generator, kv), kv)).values():
+            for parameter, value in assign(
+                module, pack(build, canonical(generator, kv), kv)
+            ).values():
                 parameter.copy_(value)
         blocks = blockopt.find_blocks(module, per_head=per_head)
         optimizer = OPTIMIZERS[name](blockopt.param_groups(module, blocks))
-        scales = {role: torch.rand(heads_of(role, kv), generator=generator) + 0.5 for role in (*ROLES, "output")}
+        scales = {
+            role: torch.rand(heads_of(role, kv), generator=generator) + 0.5
+            for role in (*ROLES, "output")
+        }
         if not per_head:
             scales = {role: scale[:1] for role, scale in scales.items()}
         scales["output"] = torch.rand(HEADS, generator=generator) + 0.5
         optimizer.set_block_scales(scales_for(blocks, scales))
         for _ in range(3):
-            for parameter, value in assign(module, pack(build, canonical(generator, kv), kv)).values():
+            for parameter, value in assign(
+                module, pack(build, canonical(generator, kv), kv)
+            ).values():
                 parameter.grad = value.clone(memory_format=torch.contiguous_format)
             optimizer.step()
         results.append({n: p.detach() for n, p in module.named_parameters()})
@@ -132,7 +170,10 @@ def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
 def unpack_separate(stored):
     weights = {"output": stored["o_proj.weight"], "output bias": stored["o_proj.bias"]}
     for role, attribute in zip(ROLES, ("q_proj", "k_proj", "v_proj")):
-        weights |= {role: stored[f"{attribute}.weight"], f"{role} bias": stored[f"{attribute}.bias"]}
+        weights |= {
+            role: stored[f"{attribute}.weight"],
+            f"{role} bias": stored[f"{attribute}.bias"],
+        }
     return weights
 
 

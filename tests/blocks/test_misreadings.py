@@ -17,7 +17,9 @@ HEADS = {"num_heads": 2, "head_dim": 8}
 
 
 def test_unknown_storage_order_raises():
-    attention = module("CodeGenAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16))
+    attention = module(
+        "CodeGenAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16)
+    )
     with pytest.raises(ValueError, match=r"qkv_proj\.weight.*interleaved by head.*overrides="):
         find_blocks(attention)
 
@@ -25,9 +27,24 @@ def test_unknown_storage_order_raises():
 @pytest.mark.parametrize(
     "attention",
     [
-        module("AttentionCl", {**HEADS, "head_first": True}, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16)),
-        module("GPTBigCodeAttention", {**HEADS, "multi_query": False}, c_attn=nn.Linear(16, 48), c_proj=nn.Linear(16, 16)),
-        module("MiniMaxLightningAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16)),
+        module(
+            "AttentionCl",
+            {**HEADS, "head_first": True},
+            qkv=nn.Linear(16, 48),
+            proj=nn.Linear(16, 16),
+        ),
+        module(
+            "GPTBigCodeAttention",
+            {**HEADS, "multi_query": False},
+            c_attn=nn.Linear(16, 48),
+            c_proj=nn.Linear(16, 16),
+        ),
+        module(
+            "MiniMaxLightningAttention",
+            HEADS,
+            qkv_proj=nn.Linear(16, 48),
+            out_proj=nn.Linear(16, 16),
+        ),
     ],
     ids=lambda m: type(m).__name__,
 )
@@ -43,8 +60,17 @@ def test_classifier_of_a_plain_net_is_no_mlp():
 
 
 def test_output_of_an_mlp_beside_attention_is_no_output_projection():
-    attention = module("SelfAttention", HEADS, query=nn.Linear(16, 16), key=nn.Linear(16, 16), value=nn.Linear(16, 16))
-    wide, narrow = module("Up", {}, dense=nn.Linear(16, 64)), module("Down", {}, dense=nn.Linear(64, 16))
+    attention = module(
+        "SelfAttention",
+        HEADS,
+        query=nn.Linear(16, 16),
+        key=nn.Linear(16, 16),
+        value=nn.Linear(16, 16),
+    )
+    wide, narrow = (
+        module("Up", {}, dense=nn.Linear(16, 64)),
+        module("Down", {}, dense=nn.Linear(64, 16)),
+    )
     layer = module("Layer", {}, attention=attention, intermediate=wide, output=narrow)
     blocks = find_blocks(layer)
     assert blocks["output.dense.weight"].roles == ("mlp_out",)
@@ -59,7 +85,9 @@ def test_sizes_that_fit_no_heads_raise_until_overridden():
 
 
 def test_layer_is_the_index_into_the_list_of_layers():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), num_layers=3, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32), num_layers=3, enable_nested_tensor=False
+    )
     blocks = find_blocks(nn.Sequential(encoder, nn.Linear(16, 2)))
     assert blocks["0.layers.2.self_attn.out_proj.weight"].layer == 2
     assert blocks["1.weight"].layer == 1

@@ -15,7 +15,8 @@ from tests.helpers.models import FAMILIES, block_index, loss_of
 class AttentionCalls:
     """Runs a model, records what enters its attention, and disturbs the output of one head if asked to.
 
-    A call is `{"query": q, "key": k, "value": v}`, each (B, H, T, dh), as the model itself hands them to attention.
+    A call is `{"query": q, "key": k, "value": v}`, each (B, H, T, dh), as the model itself hands
+    them to attention.
     """
 
     def __init__(self, name, model, monkeypatch):
@@ -25,7 +26,11 @@ class AttentionCalls:
             monkeypatch.setattr(torch.Tensor, "baddbmm", self._scores_of(torch.Tensor.baddbmm))
             monkeypatch.setattr(torch, "bmm", self._mix_of(torch.bmm))
         else:
-            monkeypatch.setattr(F, "scaled_dot_product_attention", self._attention_of(F.scaled_dot_product_attention))
+            monkeypatch.setattr(
+                F,
+                "scaled_dot_product_attention",
+                self._attention_of(F.scaled_dot_product_attention),
+            )
 
     def run(self, disturbed=None):
         self.calls, self.disturbed = [], disturbed
@@ -36,7 +41,9 @@ class AttentionCalls:
         call = len(self.calls) - 1
         if self.disturbed is not None and self.disturbed[0] == call:
             output = output.clone()
-            output[:, self.disturbed[1]] += torch.randn(output[:, 0].shape, generator=torch.Generator().manual_seed(1))
+            output[:, self.disturbed[1]] += torch.randn(
+                output[:, 0].shape, generator=torch.Generator().manual_seed(1)
+            )
         return output
 
     def _attention_of(self, original):
@@ -48,7 +55,10 @@ class AttentionCalls:
 
     def _scores_of(self, original):
         def baddbmm(alibi, batch1, batch2, **kwargs):
-            query, key = (x.unflatten(0, (-1, self.model.config.n_head)) for x in (batch1, batch2.transpose(1, 2)))
+            query, key = (
+                x.unflatten(0, (-1, self.model.config.n_head))
+                for x in (batch1, batch2.transpose(1, 2))
+            )
             self.calls.append({"query": query, "key": key})
             return original(alibi, batch1=batch1, batch2=batch2, **kwargs)
 
@@ -57,7 +67,9 @@ class AttentionCalls:
     def _mix_of(self, original):
         def bmm(probabilities, value):
             self.calls[-1]["value"] = value.unflatten(0, (-1, self.model.config.n_head))
-            return self._disturb(original(probabilities, value).unflatten(0, (-1, self.model.config.n_head))).flatten(0, 1)
+            return self._disturb(
+                original(probabilities, value).unflatten(0, (-1, self.model.config.n_head))
+            ).flatten(0, 1)
 
         return bmm
 
@@ -85,7 +97,11 @@ def attention(request, monkeypatch):
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return AttentionCalls(request.param, model, monkeypatch), find_blocks(model), dict(model.named_parameters())
+    return (
+        AttentionCalls(request.param, model, monkeypatch),
+        find_blocks(model),
+        dict(model.named_parameters()),
+    )
 
 
 def test_each_query_key_and_value_block_feeds_one_head_alone(attention):
@@ -109,13 +125,22 @@ def test_each_query_key_and_value_block_feeds_one_head_alone(attention):
             parameter.data.copy_(original)
             call, changed = changed_heads(before, watched.calls)
             assert call is not None, f"{name}: block {block} changes no attention"
-            copies = before[call][role].shape[1] // heads_of_role[role]  # key-value heads may come repeated
+            copies = (
+                before[call][role].shape[1] // heads_of_role[role]
+            )  # key-value heads may come repeated
             head = number[role]
-            assert changed == {(role, head * copies + copy) for copy in range(copies)}, f"{name}: block {block}"
+            assert changed == {(role, head * copies + copy) for copy in range(copies)}, (
+                f"{name}: block {block}"
+            )
             number[role] += 1
             if parameter.ndim == 2:
                 reached |= {(call, *pair) for pair in changed}
-    everything = {(i, role, head) for i, call in enumerate(before) for role in call for head in range(call[role].shape[1])}
+    everything = {
+        (i, role, head)
+        for i, call in enumerate(before)
+        for role in call
+        for head in range(call[role].shape[1])
+    }
     assert reached == everything
 
 
@@ -132,16 +157,25 @@ def test_each_output_block_is_all_that_meets_its_head(attention):
             original = parameter.detach().clone()
             parameter.data[index == head] = 0.0
             undisturbed = watched.run()
-            seen = {h for h in range(heads) if abs(watched.run(disturbed=(call, h)) - undisturbed) > 1e-5}
+            seen = {
+                h
+                for h in range(heads)
+                if abs(watched.run(disturbed=(call, h)) - undisturbed) > 1e-5
+            }
             parameter.data.copy_(original)
-            assert seen == set(range(heads)) - {head}, f"{name}: without block {head} the loss sees heads {seen}"
+            assert seen == set(range(heads)) - {head}, (
+                f"{name}: without block {head} the loss sees heads {seen}"
+            )
 
 
 UNIT_ROLES = {"mlp_in", "mlp_gate", "mlp_out", "head"}
 
 
 def with_units(name):
-    return any(UNIT_ROLES & set(blocks.roles) and parameter.endswith("weight") for parameter, blocks in EXPECTED[name].items())
+    return any(
+        UNIT_ROLES & set(blocks.roles) and parameter.endswith("weight")
+        for parameter, blocks in EXPECTED[name].items()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if with_units(name)])
@@ -159,7 +193,10 @@ def test_each_row_of_an_mlp_or_head_is_one_output_unit(name):
         weight, bias = module.weight, module.bias
         before = module(inputs).detach()
         assert entry.num_blocks == before.shape[1]
-        for tensor, split in ((weight, entry.split), (bias, None if bias is None else entry.split._replace(dim=0))):
+        for tensor, split in (
+            (weight, entry.split),
+            (bias, None if bias is None else entry.split._replace(dim=0)),
+        ):
             if tensor is None:
                 continue
             index = block_index(tuple(tensor.shape), split)
@@ -180,7 +217,12 @@ def test_the_gate_is_what_enters_the_activation(name):
     blocks = find_blocks(model)
     inputs = []
     for module in model.modules():
-        if type(module).__name__ in ("SiLU", "SiLUActivation", "NewGELUActivation", "GELUActivation"):
+        if type(module).__name__ in (
+            "SiLU",
+            "SiLUActivation",
+            "NewGELUActivation",
+            "GELUActivation",
+        ):
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
 
     def activations():
@@ -190,7 +232,10 @@ def test_the_gate_is_what_enters_the_activation(name):
         return list(inputs)
 
     before = activations()
-    holders = {role: [n for n, entry in blocks.items() if role in entry.roles] for role in ("mlp_gate", "mlp_in")}
+    holders = {
+        role: [n for n, entry in blocks.items() if role in entry.roles]
+        for role in ("mlp_gate", "mlp_in")
+    }
     assert len(before) == len(holders["mlp_gate"]) == len(holders["mlp_in"]) > 0
     for parameter_name, parameter in model.named_parameters():
         entry = blocks[parameter_name]

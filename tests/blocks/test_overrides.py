@@ -54,12 +54,28 @@ class FusedGateMLP(nn.Module):
 QKV = Blocks(("query", "key", "value"), split=Split(0, (8, 8, 8), (2, 2, 2)))
 HEADS = {role: Blocks((role,), split=Split(0, (8,), (2,))) for role in ("query", "key", "value")}
 AMBIGUOUS = {
-    FusedAttention: ("query_key_value", (24, 8), {"*.query_key_value.weight": QKV, "*.dense.weight": "output"}),
-    HeadlessAttention: ("q_proj", (8, 8), {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()}),
-    MisfitAttention: ("q_proj", (8, 8), {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()}),
+    FusedAttention: (
+        "query_key_value",
+        (24, 8),
+        {"*.query_key_value.weight": QKV, "*.dense.weight": "output"},
+    ),
+    HeadlessAttention: (
+        "q_proj",
+        (8, 8),
+        {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()},
+    ),
+    MisfitAttention: (
+        "q_proj",
+        (8, 8),
+        {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()},
+    ),
     MisfitFusedAttention: ("qkv", (23, 8), {"*.qkv.weight": "other", "*.proj.weight": "output"}),
     StrangeAttention: ("mixer", (8, 8), {"*.mixer.weight": "query"}),
-    FusedGateMLP: ("fc1", (32, 8), {"*.fc1.weight": Blocks(("mlp_gate", "mlp_in"), split=Split(0, (16, 16), (16, 16)))}),
+    FusedGateMLP: (
+        "fc1",
+        (32, 8),
+        {"*.fc1.weight": Blocks(("mlp_gate", "mlp_in"), split=Split(0, (16, 16), (16, 16)))},
+    ),
 }
 
 
@@ -88,14 +104,20 @@ def test_overrides_settle_it_in_every_layer(module_class):
     for pattern, value in overrides.items():
         for layer in (0, 1):
             expected = Blocks((value,)) if isinstance(value, str) else value
-            assert blocks[pattern.replace("*", f"layers.{layer}.part")] == expected._replace(layer=layer)
+            assert blocks[pattern.replace("*", f"layers.{layer}.part")] == expected._replace(
+                layer=layer
+            )
 
 
 def test_an_override_of_the_fused_weight_alone_is_enough():
-    blocks = find_blocks(model_with(FusedAttention), overrides={"layers.*.part.query_key_value.weight": QKV})
+    blocks = find_blocks(
+        model_with(FusedAttention), overrides={"layers.*.part.query_key_value.weight": QKV}
+    )
     for layer in (0, 1):
         assert blocks[f"layers.{layer}.part.query_key_value.weight"] == QKV._replace(layer=layer)
-        assert blocks[f"layers.{layer}.part.dense.weight"] == cut(1, output=(8, 2))._replace(layer=layer)
+        assert blocks[f"layers.{layer}.part.dense.weight"] == cut(1, output=(8, 2))._replace(
+            layer=layer
+        )
 
 
 def test_an_override_replaces_what_would_be_found_and_nothing_else():
@@ -142,7 +164,10 @@ def test_per_row_with_a_role_that_has_no_rows_raises(per_row):
         find_blocks(FAMILIES["mlp"](), per_row=per_row)
 
 
-@pytest.mark.parametrize("per_row", [(), ("embedding",), ("head", "position"), ["mlp_in"], {"mlp_gate", "mlp_out"}, ROW_ROLES])
+@pytest.mark.parametrize(
+    "per_row",
+    [(), ("embedding",), ("head", "position"), ["mlp_in"], {"mlp_gate", "mlp_out"}, ROW_ROLES],
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_per_row_cuts_the_roles_it_names_and_no_others(name, per_row):
     model = FAMILIES[name]()
@@ -155,9 +180,13 @@ def test_per_row_cuts_the_roles_it_names_and_no_others(name, per_row):
 
 
 def test_per_row_can_cut_one_half_of_a_fused_matrix():
-    blocks = find_blocks(FAMILIES["phi3"](), per_row=("mlp_gate",))["model.layers.0.mlp.gate_up_proj.weight"]
+    blocks = find_blocks(FAMILIES["phi3"](), per_row=("mlp_gate",))[
+        "model.layers.0.mlp.gate_up_proj.weight"
+    ]
     assert blocks == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (24, 1)))
-    whole_halves = find_blocks(FAMILIES["phi3"](), per_row=())["model.layers.0.mlp.gate_up_proj.weight"]
+    whole_halves = find_blocks(FAMILIES["phi3"](), per_row=())[
+        "model.layers.0.mlp.gate_up_proj.weight"
+    ]
     assert whole_halves == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (1, 1)))
 
 
@@ -177,5 +206,10 @@ def test_the_meta_device_gives_the_same_blocks():
 def test_block_roles_names_every_block_in_storage_order():
     blocks = Blocks(("query", "key", "value"), split=Split(0, (4, 2, 2), (2, 1, 1), repeat=2))
     assert blocks.block_roles == ("query", "query", "key", "value") * 2
-    assert blocks._replace(split=blocks.split._replace(pooled=True)).block_roles == ("query", "query", "key", "value")
+    assert blocks._replace(split=blocks.split._replace(pooled=True)).block_roles == (
+        "query",
+        "query",
+        "key",
+        "value",
+    )
     assert Blocks(("norm",)).block_roles == ("norm",)

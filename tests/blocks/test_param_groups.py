@@ -19,7 +19,11 @@ def test_param_groups_hold_every_parameter_once_with_its_blocks(name, by):
     blocks = find_blocks(model)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups = param_groups(model, by=by)
-    seen = [(n, p, from_plain(b)) for g in groups for (n, p), b in zip(g["params"], g["blocks"], strict=True)]
+    seen = [
+        (n, p, from_plain(b))
+        for g in groups
+        for (n, p), b in zip(g["params"], g["blocks"], strict=True)
+    ]
     assert Counter(n for n, _, _ in seen) == Counter(list(trainable))
     for n, p, b in seen:
         assert p is trainable[n]
@@ -40,7 +44,11 @@ def test_weight_decay_is_for_matrices_that_are_neither_norm_nor_bias(name, by):
 
 
 def test_no_weight_decay_for_biases_of_three_dimensions():
-    groups = {n: g for g in param_groups(FAMILIES["attention-bias-kv"](), by="parameter") for n, _ in g["params"]}
+    groups = {
+        n: g
+        for g in param_groups(FAMILIES["attention-bias-kv"](), by="parameter")
+        for n, _ in g["params"]
+    }
     assert groups["attention.bias_k"]["weight_decay"] == 0.0
     assert "weight_decay" not in groups["attention.in_proj_weight"]  # left to the optimizer
 
@@ -53,14 +61,23 @@ def test_the_role_of_a_group_joins_the_roles_of_a_fused_matrix():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_groups_are_plain_data_that_torch_loads_as_weights_only(name):
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups(FAMILIES[name]())]
+    groups = [
+        {k: v for k, v in group.items() if k != "params"}
+        for group in param_groups(FAMILIES[name]())
+    ]
     file = io.BytesIO()
     torch.save(groups, file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == groups
 
     def types(value):
-        inner = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+        inner = (
+            value
+            if isinstance(value, (list, tuple))
+            else value.values()
+            if isinstance(value, dict)
+            else ()
+        )
         return {type(value)}.union(*(types(v) for v in inner))
 
     assert types(groups) <= {list, dict, tuple, str, int, float, bool, type(None)}
@@ -79,7 +96,11 @@ def test_plain_blocks_come_back_also_from_lists(name):
 def test_param_groups_carry_the_blocks_they_are_given():
     model = FAMILIES["gpt_neox"]()
     merged = find_blocks(model, per_head=False, per_row=())
-    carried = {n: from_plain(b) for g in param_groups(model, merged) for (n, _), b in zip(g["params"], g["blocks"])}
+    carried = {
+        n: from_plain(b)
+        for g in param_groups(model, merged)
+        for (n, _), b in zip(g["params"], g["blocks"])
+    }
     assert carried == merged
 
 

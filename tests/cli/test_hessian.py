@@ -13,7 +13,10 @@ from torch.nn import functional as F
 from blockopt.cli import main
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
 
-TEXT = "The Hessian of a transformer differs by block: values are steep, queries and keys are flat.\n" * 8
+TEXT = (
+    "The Hessian of a transformer differs by block: values are steep, queries and keys are flat.\n"
+    * 8
+)
 GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
 LLAMA = {
     "num_hidden_layers": 1,
@@ -43,17 +46,28 @@ def config_folder(folder, kind="gpt2", **entries):
 def checkpoint(folder, seed=5, **entries):
     """A saved model with weights of its own, and the model."""
     torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "bos_token_id": 0, "eos_token_id": 0, **entries}))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**{**GPT2, "bos_token_id": 0, "eos_token_id": 0, **entries})
+    )
     model.save_pretrained(folder)
     return str(folder), model
 
 
-def save_tokenizer(folder, words=("the", "hessian", "of", "a", "transformer", "differs", "by", "block")):
+def save_tokenizer(
+    folder, words=("the", "hessian", "of", "a", "transformer", "differs", "by", "block")
+):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, **{w: i + 1 for i, w in enumerate(words)}}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordLevel({"[UNK]": 0, **{w: i + 1 for i, w in enumerate(words)}}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.Lowercase(),
+        pre_tokenizers.Whitespace(),
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]"
+    ).save_pretrained(folder)
 
 
 def run_files(tmp_path, *arguments):
@@ -75,7 +89,20 @@ def message_of(*arguments):
 def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, capsys):
     folder = config_folder(tmp_path / "model", kind)
     attention = "attn.c_attn.weight" if kind == "gpt2" else "self_attn.v_proj.weight"
-    options = ("--by", "tensor", "--only", attention, "--length", "8", "--sequences", "5", "--batch", "2", "--seed", "3")
+    options = (
+        "--by",
+        "tensor",
+        "--only",
+        attention,
+        "--length",
+        "8",
+        "--sequences",
+        "5",
+        "--batch",
+        "2",
+        "--seed",
+        "3",
+    )
     found, out = run_files(tmp_path, folder, "--text", text, *options, "--top", "2")
 
     model = load_model(folder, {}, seed=3).model.double()
@@ -84,7 +111,9 @@ def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, caps
     weight = model.get_parameter(name).detach()
 
     def loss(flat):
-        logits = torch.func.functional_call(model.eval(), {name: flat.view_as(weight)}, kwargs={"input_ids": ids}).logits
+        logits = torch.func.functional_call(
+            model.eval(), {name: flat.view_as(weight)}, kwargs={"input_ids": ids}
+        ).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -96,9 +125,13 @@ def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, caps
     values = torch.linalg.eigvalsh(matrix)
     block = found["report"]["blocks"][label]
     atol = (1e-10 if kind == "gpt2" else 1e-6) * float(values.abs().max())
-    torch.testing.assert_close(torch.tensor(block["spectrum"]["nodes"], dtype=torch.float64), values, rtol=0, atol=atol)
+    torch.testing.assert_close(
+        torch.tensor(block["spectrum"]["nodes"], dtype=torch.float64), values, rtol=0, atol=atol
+    )
     by_size = values[values.abs().argsort(descending=True)]
-    torch.testing.assert_close(torch.tensor(block["top"], dtype=torch.float64), by_size[:2], rtol=0, atol=atol)
+    torch.testing.assert_close(
+        torch.tensor(block["top"], dtype=torch.float64), by_size[:2], rtol=0, atol=atol
+    )
     assert block["trace"]["value"] == pytest.approx(float(matrix.trace()), abs=10 * atol)
     assert block["frobenius"]["value"] == pytest.approx(float(matrix.norm()), rel=1e-6)
 
@@ -120,12 +153,25 @@ def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, caps
 
 def test_the_record_tells_how_the_numbers_came_about(tmp_path, text):
     folder = config_folder(tmp_path / "model")
-    found, _ = run_files(tmp_path, f"{folder}/config.json", "--text", text, *QUICK, "--set", "n_inner=5", "--dtype", "float32")
+    found, _ = run_files(
+        tmp_path,
+        f"{folder}/config.json",
+        "--text",
+        text,
+        *QUICK,
+        "--set",
+        "n_inner=5",
+        "--dtype",
+        "float32",
+    )
     assert found["model"] == "GPT2LMHeadModel"
     assert found["weights"] == "random weights, seed 0"
     assert found["config"]["n_inner"] == 5
     assert found["dtype"] == "float32"
-    assert found["tokens"] == "bytes, for want of a tokenizer; 11 to 255 count as 10, the last of the vocabulary"
+    assert (
+        found["tokens"]
+        == "bytes, for want of a tokenizer; 11 to 255 count as 10, the last of the vocabulary"
+    )
     assert found["options"]["sequences"] == 3
     assert found["versions"]["torch"] == torch.__version__
     assert found["parameters"] == sum(b["dimension"] for b in found["report"]["blocks"].values())
@@ -149,16 +195,33 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
 
     model = load_model("gpt2", GPT2).model.double()
     ids = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(0))
-    report = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", num_steps=3, num_starts=1)
+    report = hessian_report(
+        model, next_token_losses(model, ids, 2), by="tensor", num_steps=3, num_starts=1
+    )
     assert len(report.blocks) > MOST_IN_A_PLOT
     mass, spectra = _pooled_mass(report), _pooled_spectra(report)
-    roles = {"embedding", "position", "query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias"}
+    roles = {
+        "embedding",
+        "position",
+        "query",
+        "key",
+        "value",
+        "output",
+        "mlp_in",
+        "mlp_out",
+        "norm",
+        "bias",
+    }
     assert set(mass) == roles
     assert set(spectra) == {*roles, "whole"}
-    assert sum(sum(row.values()) for row in mass.values()) == pytest.approx(float(report.mass.matrix.sum()), rel=1e-12)
+    assert sum(sum(row.values()) for row in mass.values()) == pytest.approx(
+        float(report.mass.matrix.sum()), rel=1e-12
+    )
     norms = [label for label in report.mass.labels if label.endswith(":norm")]
     numbers = [report.mass.labels.index(label) for label in norms]
-    assert mass["norm"]["norm"] == pytest.approx(float(report.mass.matrix[numbers][:, numbers].sum()), rel=1e-12)
+    assert mass["norm"]["norm"] == pytest.approx(
+        float(report.mass.matrix[numbers][:, numbers].sum()), rel=1e-12
+    )
     mean = sum(report.blocks[n].dimension * report.blocks[n].spectrum.moment(1) for n in norms)
     dimension = sum(report.blocks[n].dimension for n in norms)
     assert spectra["norm"].moment(1) == pytest.approx(mean / dimension, rel=1e-9)
@@ -180,7 +243,9 @@ def test_a_checkpoint_is_loaded_and_random_weights_only_on_demand(tmp_path, text
     assert not torch.equal(other.transformer.wte.weight, model.transformer.wte.weight)
 
 
-def test_random_weights_leave_the_random_state_alone_and_are_float32_whatever_the_config_says(tmp_path):
+def test_random_weights_leave_the_random_state_alone_and_are_float32_whatever_the_config_says(
+    tmp_path,
+):
     folder = config_folder(tmp_path / "model", dtype="bfloat16")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
@@ -247,11 +312,20 @@ def test_errors_of_models(tmp_path, text):
     assert "t5 is no causal language model" in message_of("t5", *rest)
     assert "vit is no causal language model" in message_of("vit", *rest)
     folder = config_folder(tmp_path / "model")
-    assert message_of(folder, *rest, "--set", "n_layer") == "Invalid --set n_layer. Must be KEY=VALUE, such as n_layer=2."
-    assert "Must be an entry of the config of gpt2. Did you mean n_layer" in message_of(folder, *rest, "--set", "n_layers=2")
+    assert (
+        message_of(folder, *rest, "--set", "n_layer")
+        == "Invalid --set n_layer. Must be KEY=VALUE, such as n_layer=2."
+    )
+    assert "Must be an entry of the config of gpt2. Did you mean n_layer" in message_of(
+        folder, *rest, "--set", "n_layers=2"
+    )
     for wrong in ("n_layer=-1", "n_head=0", "vocab_size=0"):
-        assert f"Invalid --set {wrong}. Must be at least 1." in message_of(folder, *rest, "--set", wrong)
-    assert "transformers refuses this config of gpt2" in message_of(folder, *rest, "--set", "n_layer=abc")
+        assert f"Invalid --set {wrong}. Must be at least 1." in message_of(
+            folder, *rest, "--set", wrong
+        )
+    assert "transformers refuses this config of gpt2" in message_of(
+        folder, *rest, "--set", "n_layer=abc"
+    )
     (tmp_path / "model" / "config.json").write_text("{")
     assert "is no JSON" in message_of(folder, *rest)
     (tmp_path / "model" / "config.json").write_text('{"n_layer": 2}')
@@ -265,20 +339,27 @@ def test_errors_of_models(tmp_path, text):
 def test_errors_of_checkpoints(tmp_path, text):
     folder, _ = checkpoint(tmp_path / "model")
     rest = ("--text", text, *QUICK)
-    assert "holds weights, which would not fit another config. Add --random" in message_of(folder, *rest, "--set", "n_layer=2")
+    assert "holds weights, which would not fit another config. Add --random" in message_of(
+        folder, *rest, "--set", "n_layer=2"
+    )
     from safetensors.torch import load_file, save_file
 
     weights = load_file(f"{folder}/model.safetensors")
     del weights["transformer.h.0.mlp.c_fc.weight"]
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights of GPT2LMHeadModel: transformer.h.0.mlp.c_fc.weight" in message_of(folder, *rest)
+    assert "lacks weights of GPT2LMHeadModel: transformer.h.0.mlp.c_fc.weight" in message_of(
+        folder, *rest
+    )
 
 
 def test_errors_of_texts(tmp_path, text):
     folder = config_folder(tmp_path / "model")
     assert message_of(folder, "--text", "no.txt") == "No text file at 'no.txt'."
     assert "Must be at least 2 tokens" in message_of(folder, "--text", text, "--length", "1")
-    assert message_of(folder, "--text", text, "--length", "17") == "Invalid --length 17. The model has 16 positions."
+    assert (
+        message_of(folder, "--text", text, "--length", "17")
+        == "Invalid --length 17. The model has 16 positions."
+    )
     assert "736 tokens, and --sequences 100 of --length 8 need 800." in message_of(
         *(folder, "--text", text, "--length", "8", "--sequences", "100")
     )
@@ -320,12 +401,17 @@ def test_without_transformers_or_matplotlib(tmp_path, text, monkeypatch, capsys)
 
     folder = config_folder(tmp_path / "model")
     original = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else original(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else original(name)
+    )
     _, out = run_files(tmp_path, folder, "--text", text, *QUICK, "--only", "mlp.*")
     assert sorted(path.name for path in out.iterdir()) == ["blocks.csv", "report.json"]
     assert "no plots without matplotlib" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert message_of(folder, "--text", text) == "The command hessian needs transformers: pip install 'blockopt[hf]'."
+    assert (
+        message_of(folder, "--text", text)
+        == "The command hessian needs transformers: pip install 'blockopt[hf]'."
+    )
 
 
 def test_warnings_become_notes(tmp_path, text, monkeypatch, capsys):
@@ -337,7 +423,9 @@ def test_warnings_become_notes(tmp_path, text, monkeypatch, capsys):
         return original(operator, k, tolerance=1e-14, max_steps=k, generator=generator)
 
     monkeypatch.setattr(report, "top_eigenpairs", few_steps)
-    found, _ = run_files(tmp_path, config_folder(tmp_path / "model"), "--text", text, *QUICK, "--only", "mlp.*")
+    found, _ = run_files(
+        tmp_path, config_folder(tmp_path / "model"), "--text", text, *QUICK, "--only", "mlp.*"
+    )
     assert any("Eigenpairs not finished after max_steps=1" in note for note in found["notes"])
     assert "Note: Eigenpairs not finished" in capsys.readouterr().out
 
@@ -347,13 +435,33 @@ def test_what_is_printed(tmp_path, text, capsys):
     assert main(["hessian", folder, "--text", text, *QUICK, "--only", "attn.*", "--top", "2"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0] == f"GPT2LMHeadModel ({folder}), 270 parameters in float64, random weights, seed 0"
+    assert (
+        lines[0] == f"GPT2LMHeadModel ({folder}), 270 parameters in float64, random weights, seed 0"
+    )
     assert lines[1] == f"3 sequences of 8 tokens from {text}"
     assert lines[2].startswith("tokens: bytes")
     assert lines[3].startswith("about ")  # the cost comes before the long part
-    assert lines[5].split() == ["block", "dimension", "trace", "±", "Frobenius", "±", "top", "negative"]
-    assert [line.split()[0] for line in lines[6:12]] == ["query", "key", "value", "output", "bias", "whole"]
+    assert lines[5].split() == [
+        "block",
+        "dimension",
+        "trace",
+        "±",
+        "Frobenius",
+        "±",
+        "top",
+        "negative",
+    ]
+    assert [line.split()[0] for line in lines[6:12]] == [
+        "query",
+        "key",
+        "value",
+        "output",
+        "bias",
+        "whole",
+    ]
     assert lines[13].split() == ["block", "top", "1", "top", "2"]
     assert lines[-1].startswith("loss")
     assert captured.err == ""
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]  # no files unless asked for
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [
+        "model"
+    ]  # no files unless asked for

@@ -13,10 +13,24 @@ from blockopt.curvature.analytic.estimator import _independence
 from blockopt.curvature.analytic.layer_calls import capture_layers, checked
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
-from tests.helpers.dense_hessians import Attention, Net, assert_means, build, gauss_newton_means, language_loss, tokens_of
+from tests.helpers.dense_hessians import (
+    Attention,
+    Net,
+    assert_means,
+    build,
+    gauss_newton_means,
+    language_loss,
+    tokens_of,
+)
 from tests.helpers.models import FAMILIES, SEQUENCES, loss_of, timm_vit
 
-OWN = {"nanogpt", "timm_vit", "cnn", "mlp", *SEQUENCES}  # in float64 throughout; transformers computes its loss in float32
+OWN = {
+    "nanogpt",
+    "timm_vit",
+    "cnn",
+    "mlp",
+    *SEQUENCES,
+}  # in float64 throughout; transformers computes its loss in float32
 
 
 class FewLabels(TorchFunctionMode):
@@ -24,7 +38,11 @@ class FewLabels(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.cross_entropy and len(args[1]) > 6:
-            args = (args[0], args[1].index_fill(0, torch.tensor([0, 2, 3, 5, 6, 7, 8, 9, 11]), -100), *args[2:])
+            args = (
+                args[0],
+                args[1].index_fill(0, torch.tensor([0, 2, 3, 5, 6, 7, 8, 9, 11]), -100),
+                *args[2:],
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -46,7 +64,9 @@ def test_outer_is_exact(family):
     if family != "mixtral":  # whose experts are float32 only
         model.double()
     loss = few_labels(family, model)
-    assert_means(exact_outer(model, loss), gauss_newton_means(model, loss), 1e-10 if family in OWN else 1e-5)
+    assert_means(
+        exact_outer(model, loss), gauss_newton_means(model, loss), 1e-10 if family in OWN else 1e-5
+    )
 
 
 class Site:
@@ -60,21 +80,43 @@ class Site:
 def test_closed_forms_are_in_use(family):
     """What is left to the noisier estimate is only what no module explains, and sequences are taken apart."""
     model = FAMILIES[family]().eval()
-    with capture_attention(model) as attention, capture_layers(model, attention) as layers, CaptureLosses() as seen:
+    with (
+        capture_attention(model) as attention,
+        capture_layers(model, attention) as layers,
+        CaptureLosses() as seen,
+    ):
         loss = loss_of(family, model)
     curvature = LossCurvature(loss, seen.calls)
     kept = checked(layers, curvature.predictions, {p: name for name, p in model.named_parameters()})
-    assert [(call.weight, call.bias) for call in kept] == [(call.weight, call.bias) for call in layers]
+    assert [(call.weight, call.bias) for call in kept] == [
+        (call.weight, call.bias) for call in layers
+    ]
     separate, local = _independence(curvature, kept, [Site(call) for call in attention])
     assert local
-    assert all(after.x.shape[0] == 2 for after in separate if "wpe" not in after.module and "bias" not in after.module)
+    assert all(
+        after.x.shape[0] == 2
+        for after in separate
+        if "wpe" not in after.module and "bias" not in after.module
+    )
     above = [call for call in separate if call.attention_calls == len(attention)]
     assert len(above) >= 3
     assert all(call.local for call in above)
 
 
-KINDS = [{}, {"fused": True}, {"groups": 1}, {"groups": 2, "repeat": True}, {"groups": 2, "fused": True, "scale": 0.9}]
-KINDS += [{"rope": 1.0, "groups": 2}, {"norm": True}, {"norm": True, "rope": 1.0}, {"causal": False}, {"factor": 1.7}]
+KINDS = [
+    {},
+    {"fused": True},
+    {"groups": 1},
+    {"groups": 2, "repeat": True},
+    {"groups": 2, "fused": True, "scale": 0.9},
+]
+KINDS += [
+    {"rope": 1.0, "groups": 2},
+    {"norm": True},
+    {"norm": True, "rope": 1.0},
+    {"causal": False},
+    {"factor": 1.7},
+]
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -148,7 +190,9 @@ def test_two_losses():
     def loss():
         features = model.features(tokens)
         pooled = model.head(features.mean(1))
-        return F.cross_entropy(model.head(features).mT, targets) + 0.3 * F.mse_loss(pooled, torch.zeros_like(pooled))
+        return F.cross_entropy(model.head(features).mT, targets) + 0.3 * F.mse_loss(
+            pooled, torch.zeros_like(pooled)
+        )
 
     assert_means(exact_outer(model, loss), gauss_newton_means(model, loss))
 
@@ -158,7 +202,9 @@ def test_contrastive_loss_couples_sequences():
     tokens, others = tokens_of(3, 4)
 
     def loss():
-        return F.cross_entropy(model.features(tokens)[:, -1] @ model.features(others)[:, -1].mT, torch.arange(3))
+        return F.cross_entropy(
+            model.features(tokens)[:, -1] @ model.features(others)[:, -1].mT, torch.arange(3)
+        )
 
     assert_means(exact_outer(model, loss), gauss_newton_means(model, loss))
 
@@ -277,7 +323,17 @@ class Hooked(nn.Linear):
         self.register_forward_hook(lambda module, args, output: 3 * output)
 
 
-TOPS = [MixesBefore, NormByHead, ScaleNorm, ChannelsFirst, lambda: OnePlusNorm(6), Conditional, InPlace, Flat, Hooked]
+TOPS = [
+    MixesBefore,
+    NormByHead,
+    ScaleNorm,
+    ChannelsFirst,
+    lambda: OnePlusNorm(6),
+    Conditional,
+    InPlace,
+    Flat,
+    Hooked,
+]
 TOPS += [
     lambda: Squared(6, 6),
     lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
@@ -341,7 +397,10 @@ class TiedInput(Net):
     """The table goes through a layer before it is used as a head."""
 
     def forward(self, tokens):
-        return self.features(tokens) @ self.layers[0].o_proj(self.layers[0].v_proj(self.embedding.weight)).mT
+        return (
+            self.features(tokens)
+            @ self.layers[0].o_proj(self.layers[0].v_proj(self.embedding.weight)).mT
+        )
 
 
 @pytest.mark.parametrize("cls", [TiedByHand, TiedInput])
@@ -376,7 +435,12 @@ def test_blocks_of_ones_own(name):
     for blocks in (heads, merged, rows):
         found = analytic(model, loss, blocks=blocks, num_probes=None, part="outer")
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        totals.append({n: (m * block_numel(shapes[n], blocks[n].split)).sum().reshape(1) for n, m in found.items()})
+        totals.append(
+            {
+                n: (m * block_numel(shapes[n], blocks[n].split)).sum().reshape(1)
+                for n, m in found.items()
+            }
+        )
     assert_means(totals[1], totals[0], 1e-5)
     assert_means(totals[2], totals[0], 1e-5)
 

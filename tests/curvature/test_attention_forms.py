@@ -16,7 +16,12 @@ from blockopt.curvature.analytic.attention_forms import (
     outer_value,
     score_derivatives,
 )
-from blockopt.curvature.analytic.layer_calls import capture_layers, squared_rows, squared_sums, uses_of
+from blockopt.curvature.analytic.layer_calls import (
+    capture_layers,
+    squared_rows,
+    squared_sums,
+    uses_of,
+)
 from tests.helpers.dense_hessians import build, tokens_of
 
 SCALE = 0.7
@@ -29,9 +34,19 @@ def random_attention(heads, groups, queries=3, keys=4, width=5, batch=2):
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    query, x, delta = normal(batch, heads, queries, 3), normal(batch, keys, width), normal(batch, heads, queries, 2)
-    key, value = (normal(batch, groups, keys, d).repeat_interleave(heads // groups, dim=1) for d in (3, 2))
-    weights = (SCALE * query @ key.mT).masked_fill(torch.tensor([False, False, False, True]), -torch.inf).softmax(-1)
+    query, x, delta = (
+        normal(batch, heads, queries, 3),
+        normal(batch, keys, width),
+        normal(batch, heads, queries, 2),
+    )
+    key, value = (
+        normal(batch, groups, keys, d).repeat_interleave(heads // groups, dim=1) for d in (3, 2)
+    )
+    weights = (
+        (SCALE * query @ key.mT)
+        .masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
+        .softmax(-1)
+    )
     return Attention(weights, query, key, value, SCALE, groups), x, delta
 
 
@@ -45,7 +60,9 @@ def third_moments(weights, v, y, g):
     """`Σ_j A_j s_j (y_j - ȳ)(y_j - ȳ)ᵀ` with `s_j = g·v_j` minus its mean: S_i for keys, T_i for inputs."""
     s = [g @ u for u in v]
     mean_s, mean_y = sum(a * u for a, u in zip(weights, s)), sum(a * u for a, u in zip(weights, y))
-    return sum(a * (u - mean_s) * torch.outer(w - mean_y, w - mean_y) for a, u, w in zip(weights, s, y))
+    return sum(
+        a * (u - mean_s) * torch.outer(w - mean_y, w - mean_y) for a, u, w in zip(weights, s, y)
+    )
 
 
 def positions(attention):
@@ -57,11 +74,21 @@ def positions(attention):
 @pytest.mark.parametrize("width", [1, 5])  # the two ways to order the products
 def test_functional_parts(heads, groups, width):
     attention, x, g = random_attention(heads, groups, width=width)
-    queries, keys = torch.zeros_like(attention.query[..., 0]), torch.zeros(groups, dtype=torch.float64)
+    queries, keys = (
+        torch.zeros_like(attention.query[..., 0]),
+        torch.zeros(groups, dtype=torch.float64),
+    )
     for b, h, i in positions(attention):
-        a, v, k, q = attention.weights[b, h, i], attention.value[b, h], attention.key[b, h], attention.query[b, h, i]
+        a, v, k, q = (
+            attention.weights[b, h, i],
+            attention.value[b, h],
+            attention.key[b, h],
+            attention.query[b, h, i],
+        )
         queries[b, h, i] = SCALE**2 * third_moments(a, v, k, g[b, h, i]).trace()
-        keys[h * groups // heads] += SCALE**2 * (q @ q) * third_moments(a, v, x[b], g[b, h, i]).trace()
+        keys[h * groups // heads] += (
+            SCALE**2 * (q @ q) * third_moments(a, v, x[b], g[b, h, i]).trace()
+        )
     scores = score_derivatives(attention, g)
     torch.testing.assert_close(functional_query(attention, scores), queries, rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(functional_key(attention, scores, x), keys, rtol=1e-10, atol=1e-14)
@@ -76,7 +103,10 @@ def test_outer_parts(heads, groups):
     for b in range(batch):
         for i in range(queries):
             for group in range(groups):
-                key_gradient, value_gradient = torch.zeros(3, 5, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
+                key_gradient, value_gradient = (
+                    torch.zeros(3, 5, dtype=torch.float64),
+                    torch.zeros(2, 5, dtype=torch.float64),
+                )
                 for h in range(group * heads // groups, (group + 1) * heads // groups):
                     a, d = attention.weights[b, h, i], delta[b, h, i]
                     covariance = moments(a, attention.value[b, h], x[b])
@@ -90,7 +120,9 @@ def test_outer_parts(heads, groups):
 
 def test_score_derivatives():
     attention, _, g = random_attention(2, 1)
-    scores = attention.weights.log().requires_grad_()  # softmax of the logarithm gives the weights back
+    scores = (
+        attention.weights.log().requires_grad_()
+    )  # softmax of the logarithm gives the weights back
     (expected,) = torch.autograd.grad((g * (scores.softmax(-1) @ attention.value)).sum(), scores)
     torch.testing.assert_close(score_derivatives(attention, g), expected, rtol=1e-12, atol=1e-14)
 
@@ -111,8 +143,15 @@ def test_layer_from_its_moments(part, loss_function):
     found = analytic(model, predict, part=part, num_probes=None)
     with torch.no_grad():
         logits, x = model(tokens), model.embedding(tokens)
-        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-        weights = (q @ k.mT / 2).masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+        q, k, v = (
+            p(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        weights = (
+            (q @ k.mT / 2)
+            .masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf)
+            .softmax(-1)
+        )
         expected = {role: torch.zeros(2, dtype=torch.float64) for role in "qkv"}
         for b in range(2):
             for i in range(4):
@@ -121,9 +160,14 @@ def test_layer_from_its_moments(part, loss_function):
                 if loss_function == "cross-entropy":
                     curvature, residual = (p.diag() - torch.outer(p, p)) / 8, (p - onehot) / 8
                 else:
-                    curvature, residual = 2 * torch.eye(5, dtype=torch.float64) / 40, 2 * (logits[b, i] - onehot) / 40
+                    curvature, residual = (
+                        2 * torch.eye(5, dtype=torch.float64) / 40,
+                        2 * (logits[b, i] - onehot) / 40,
+                    )
                 for h in range(2):
-                    up = model.head.weight @ layer.o_proj.weight[:, 4 * h : 4 * h + 4]  # from the output of head h to logits
+                    up = (
+                        model.head.weight @ layer.o_proj.weight[:, 4 * h : 4 * h + 4]
+                    )  # from the output of head h to logits
                     inner, g = up.T @ curvature @ up, up.T @ residual
                     a, values, keys = weights[b, h, i], v[b, h], k[b, h]
                     c, d = moments(a, values, keys), moments(a, values, x[b])
@@ -136,14 +180,19 @@ def test_layer_from_its_moments(part, loss_function):
                     expected["k"][h] += q[b, h, i] @ q[b, h, i] * e_key.trace() / 4
                     expected["v"][h] += mean @ mean * inner.trace()
     for role, trace in expected.items():
-        torch.testing.assert_close(found[f"layers.0.{role}_proj.weight"], trace / (4 * 6), rtol=1e-10, atol=0.0)
+        torch.testing.assert_close(
+            found[f"layers.0.{role}_proj.weight"], trace / (4 * 6), rtol=1e-10, atol=0.0
+        )
 
 
 @pytest.mark.parametrize(("positions", "width", "outputs"), [(2, 9, 8), (30, 3, 4), (4, 6, 12)])
 def test_squared_rows(positions, width, outputs):
     """By the Gram matrix of few positions, or by the gradient itself."""
     generator = torch.Generator().manual_seed(0)
-    x, d = (torch.randn(3, positions, n, generator=generator, dtype=torch.float64) for n in (width, outputs))
+    x, d = (
+        torch.randn(3, positions, n, generator=generator, dtype=torch.float64)
+        for n in (width, outputs)
+    )
     expected = sum((d[s].T @ x[s]).square().sum(1) for s in range(3))
     torch.testing.assert_close(squared_rows(x, d), expected, rtol=1e-12, atol=0.0)
 
@@ -163,7 +212,11 @@ LAYERS = {
 def test_squares_of_the_gradient_of_each_sequence(kind, dim):
     model = nn.Sequential(LAYERS[kind]()).double()
     generator = torch.Generator().manual_seed(0)
-    x = TOKENS if kind in ("embedding", "padded") else torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
+    x = (
+        TOKENS
+        if kind in ("embedding", "padded")
+        else torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
+    )
     with capture_layers(model, []) as layers:
         y = model(x)
     d = torch.randn(y.shape, generator=generator, dtype=torch.float64)
@@ -176,4 +229,6 @@ def test_squares_of_the_gradient_of_each_sequence(kind, dim):
             torch.testing.assert_close(squared_sums(uses[name], None), squares.sum().reshape(1))
             continue
         split = Split(dim, (p.shape[dim],), (p.shape[dim],))
-        torch.testing.assert_close(squared_sums(uses[name], split), squares.sum(1 - dim) if p.ndim == 2 else squares)
+        torch.testing.assert_close(
+            squared_sums(uses[name], split), squares.sum(1 - dim) if p.ndim == 2 else squares
+        )

@@ -10,7 +10,14 @@ from torch import nn
 from blockopt import find_blocks
 from blockopt.blocks.groups import block_groups
 from blockopt.curvature import along_update, directional, gradient, newton
-from tests.helpers.dense_hessians import assert_means, build, hessian, language_loss, means_by_block, trainable
+from tests.helpers.dense_hessians import (
+    assert_means,
+    build,
+    hessian,
+    language_loss,
+    means_by_block,
+    trainable,
+)
 from tests.helpers.models import block_index
 
 
@@ -21,7 +28,10 @@ def model():
 
 def random_update(model, size=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in trainable(model).items()}
+    return {
+        n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for n, p in trainable(model).items()
+    }
 
 
 def block_masks(model):
@@ -49,7 +59,10 @@ def dense(model, loss, update):
     u = flat({n: update.get(n, torch.zeros_like(p)) for n, p in trainable(model).items()})
     parts = {"slope": g * u, "row_sum": (h @ u) * u, "square": u * u}
     return {
-        kind: {name: torch.stack([values[m].sum() for m in masks]) for name, masks in block_masks(model).items()}
+        kind: {
+            name: torch.stack([values[m].sum() for m in masks])
+            for name, masks in block_masks(model).items()
+        }
         for kind, values in parts.items()
     }
 
@@ -93,9 +106,15 @@ def test_secant_converges_to_exact(model):
     loss, errors = language_loss(model), []
     for size in (1e-2, 1e-3, 1e-4):
         update = random_update(model, size)
-        exact, secant = (directional(model, loss, update, method=method) for method in ("exact", "secant"))
+        exact, secant = (
+            directional(model, loss, update, method=method) for method in ("exact", "secant")
+        )
         errors.append(torch.cat([(secant[n] - exact[n]).flatten() for n in exact]).norm())
-        assert_means(along_update(model, loss, update, method="secant").slope, dense(model, loss, update)["slope"], 1e-11)
+        assert_means(
+            along_update(model, loss, update, method="secant").slope,
+            dense(model, loss, update)["slope"],
+            1e-11,
+        )
     assert errors[0] > 0
     for larger, smaller in itertools.pairwise(errors):
         assert 0.05 * larger < smaller < 0.2 * larger
@@ -113,13 +132,19 @@ def test_secant_is_the_difference_of_gradients_before_and_after(model):
     products = {n: (a - b) * update[n] for n, a, b in zip(update, now, then)}
     means = means_by_block(model, products)
     sizes = means_by_block(model, {n: u.square() for n, u in update.items()})
-    assert_means({n: r / found.square[n] for n, r in found.row_sum.items()}, {n: means[n] / sizes[n] for n in means}, 1e-11)
+    assert_means(
+        {n: r / found.square[n] for n, r in found.row_sum.items()},
+        {n: means[n] / sizes[n] for n in means},
+        1e-11,
+    )
 
 
 @pytest.mark.parametrize("method", ["exact", "secant"])
 def test_parameters_are_back_bit_for_bit(model, method):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    along_update(model, language_loss(model), random_update(model, 1e-3), method=method, matrix_by="role")
+    along_update(
+        model, language_loss(model), random_update(model, 1e-3), method=method, matrix_by="role"
+    )
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     calls = []
 
@@ -150,7 +175,9 @@ def test_parameters_that_did_not_move(model, method):
 @pytest.mark.parametrize("method", ["exact", "secant"])
 def test_loss_without_curvature(method):
     model = nn.Linear(3, 1)
-    found = along_update(model, lambda: model(torch.ones(2, 3)).sum(), {"weight": torch.ones(1, 3)}, method=method)
+    found = along_update(
+        model, lambda: model(torch.ones(2, 3)).sum(), {"weight": torch.ones(1, 3)}, method=method
+    )
     assert found.row_sum == {"weight": torch.zeros(1), "bias": torch.zeros(1)}
     assert found.slope == {"weight": torch.tensor([6.0]), "bias": torch.zeros(1)}
 
@@ -187,7 +214,9 @@ def test_wrong_updates(model):
         directional(model, loss, {})
     with pytest.raises(ValueError, match="'nothing' is no trainable parameter"):
         directional(model, loss, {"nothing": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"Invalid update of shape \(1,\) for 'head.bias'. Must be \(5,\)"):
+    with pytest.raises(
+        ValueError, match=r"Invalid update of shape \(1,\) for 'head.bias'. Must be \(5,\)"
+    ):
         directional(model, loss, {"head.bias": torch.ones(1)})
     with pytest.raises(ValueError, match="Invalid method='newton'"):
         directional(model, loss, update, method="newton")
@@ -198,14 +227,19 @@ def test_wrong_updates(model):
 def test_gradient(model):
     language_loss(model)().backward()
     model.head.bias.grad = None
-    squares = {n: torch.zeros_like(p) if p.grad is None else p.grad.square() for n, p in trainable(model).items()}
+    squares = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.square()
+        for n, p in trainable(model).items()
+    }
     assert_means(gradient(model), means_by_block(model, squares), 1e-14)
     model.head.weight.requires_grad_(False)
     assert "head.weight" not in gradient(model)
 
 
 def test_gradient_without_gradients(model):
-    with pytest.raises(ValueError, match=r"No parameter has a gradient. Call this after loss.backward\(\)"):
+    with pytest.raises(
+        ValueError, match=r"No parameter has a gradient. Call this after loss.backward\(\)"
+    ):
         gradient(model)
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     F.mse_loss(frozen(torch.ones(1, 2)), torch.zeros(1, 2)).backward()

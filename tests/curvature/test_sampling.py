@@ -40,12 +40,17 @@ def draws(estimator, num_probes, **options):
     """{parameter: (GROUPS, blocks)}, each an average over probes."""
     model, loss = network(**options)
     generator = torch.Generator().manual_seed(0)
-    found = [estimator(model, loss, num_probes=num_probes, generator=generator) for _ in range(GROUPS)]
+    found = [
+        estimator(model, loss, num_probes=num_probes, generator=generator) for _ in range(GROUPS)
+    ]
     return {name: torch.stack([f[name] for f in found]) for name in found[0]}
 
 
 def z_scores(samples, means):
-    scores = {n: (s.mean(0) - means[n]) / (s.std(0) / len(s) ** 0.5).clamp(min=1e-16) for n, s in samples.items()}
+    scores = {
+        n: (s.mean(0) - means[n]) / (s.std(0) / len(s) ** 0.5).clamp(min=1e-16)
+        for n, s in samples.items()
+    }
     return torch.cat(list(scores.values()))
 
 
@@ -78,7 +83,10 @@ def test_hutchinson_sees_what_gauss_newton_leaves_out():
 def test_all_agree_where_the_model_is_linear(estimator):
     model = nn.Linear(3, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(20, 3, generator=generator, dtype=torch.float64), torch.randint(4, (20,), generator=generator)
+    x, y = (
+        torch.randn(20, 3, generator=generator, dtype=torch.float64),
+        torch.randint(4, (20,), generator=generator),
+    )
 
     def loss():
         return F.cross_entropy(model(x), y)
@@ -96,9 +104,15 @@ def noise_ratio(estimator, other, **options):
     ours, theirs = (draws(e, 1, **options) for e in (estimator, other))
     ratios = {}
     for name, blocks in find_blocks(network()[0]).items():
-        for role, ratio in zip(blocks.block_roles, ours[name].var(0) / theirs[name].var(0), strict=True):
+        for role, ratio in zip(
+            blocks.block_roles, ours[name].var(0) / theirs[name].var(0), strict=True
+        ):
             ratios.setdefault(role, []).append(ratio.log())
-    return {role: float(torch.stack(values).mean().exp()) for role, values in ratios.items() if role != "bias"}
+    return {
+        role: float(torch.stack(values).mean().exp())
+        for role, values in ratios.items()
+        if role != "bias"
+    }
 
 
 def test_squares_of_sequences_are_less_noise_than_the_square_of_their_sum():
@@ -106,7 +120,9 @@ def test_squares_of_sequences_are_less_noise_than_the_square_of_their_sum():
     ratios = noise_ratio(analytic, gauss_newton, batch=16)
     assert ratios.pop("position") == pytest.approx(1.0)
     assert max(ratios.values()) < 0.5, ratios
-    assert max(ratios[role] for role in ("value", "output", "mlp_in", "mlp_out", "norm")) < 0.15, ratios
+    assert max(ratios[role] for role in ("value", "output", "mlp_in", "mlp_out", "norm")) < 0.15, (
+        ratios
+    )
 
 
 def plain_hutchinson(model, loss, num_probes, generator):
@@ -114,10 +130,15 @@ def plain_hutchinson(model, loss, num_probes, generator):
     blocks, parameters = find_blocks(model), list(model.parameters())
     with sdpa_kernel(SDPBackend.MATH):
         gradients = torch.autograd.grad(loss(), parameters, create_graph=True)
-        signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
+        signs = [
+            torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters
+        ]
         products = torch.autograd.grad(gradients, parameters, signs)
     found = {n: block_sum(s * h, b.split) for (n, b), s, h in zip(blocks.items(), signs, products)}
-    return {n: f / block_sum(torch.ones_like(p), blocks[n].split) for (n, f), p in zip(found.items(), parameters)}
+    return {
+        n: f / block_sum(torch.ones_like(p), blocks[n].split)
+        for (n, f), p in zip(found.items(), parameters)
+    }
 
 
 def test_scaled_probes_have_less_noise_in_small_blocks():

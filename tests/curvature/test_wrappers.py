@@ -25,7 +25,10 @@ from tests.helpers.models import FAMILIES, loss_of
 
 def along(method):
     def estimate(model, losses):
-        update = {n: 0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p) for n, p in trainable(model).items()}
+        update = {
+            n: 0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p)
+            for n, p in trainable(model).items()
+        }
         return directional(model, losses, update, method=method)
 
     return estimate
@@ -52,7 +55,9 @@ def test_compiled(name):
     expected = ESTIMATORS[name](model, language_loss(model))
     compiled = torch.compile(model, backend="eager")
     assert_same(ESTIMATORS[name](compiled, language_loss(compiled)), expected, "_orig_mod.")
-    assert_same(ESTIMATORS[name](model, language_loss(compiled)), expected)  # the closure runs the compiled one
+    assert_same(
+        ESTIMATORS[name](model, language_loss(compiled)), expected
+    )  # the closure runs the compiled one
 
 
 @pytest.fixture
@@ -88,7 +93,10 @@ def test_data_parallel(name, process_group):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast(name, where):
     """Close to the whole precision, and the same whether the closure or its caller switches it on."""
-    model = build(layers=1, top=nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6))).float()
+    model = build(
+        layers=1,
+        top=nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6)),
+    ).float()
     loss = language_loss(model)
     expected = ESTIMATORS[name](model, loss)
 
@@ -139,10 +147,14 @@ class Checkpointed(Net):
 @all_estimators
 def test_checkpointed(name):
     plain, model = build(layers=2), build(Checkpointed, layers=2)
-    assert_same(ESTIMATORS[name](model, language_loss(model)), ESTIMATORS[name](plain, language_loss(plain)))
+    assert_same(
+        ESTIMATORS[name](model, language_loss(model)), ESTIMATORS[name](plain, language_loss(plain))
+    )
 
 
-@pytest.mark.parametrize("pattern", ["embedding", "q_proj", "k_proj", "v_proj", "layers.1", "bias", "weight"])
+@pytest.mark.parametrize(
+    "pattern", ["embedding", "q_proj", "k_proj", "v_proj", "layers.1", "bias", "weight"]
+)
 def test_frozen_parameters(pattern):
     """What is left is what it was: nothing depends on gradients of the frozen ones."""
     model = build(layers=2)
@@ -155,7 +167,9 @@ def test_frozen_parameters(pattern):
     assert_means(analytic(model, loss, num_probes=None), {n: outer[n] for n in left})
     assert_means(hessian_means(model, loss), {n: whole[n] for n in left})
     if pattern != "weight":  # the functional part of a bias goes by its weight
-        assert_means(analytic(model, loss, part="full", num_probes=None), {n: full[n] for n in left})
+        assert_means(
+            analytic(model, loss, part="full", num_probes=None), {n: full[n] for n in left}
+        )
     for name in ("gauss_newton", "hutchinson", "directional", "secant"):
         assert list(ESTIMATORS[name](model, loss)) == list(left)
 
@@ -174,7 +188,9 @@ def test_tied_weights():
         mixed = model.layers[0](model.embedding(tokens))
         return F.cross_entropy((mixed + model.head(model.embedding(tokens))).mT, targets)
 
-    assert_means(analytic(model, shared_bias, num_probes=None), gauss_newton_means(model, shared_bias))
+    assert_means(
+        analytic(model, shared_bias, num_probes=None), gauss_newton_means(model, shared_bias)
+    )
 
 
 def test_module_called_twice():
@@ -197,7 +213,9 @@ def test_models_without_attention(family):
     def loss():
         return loss_of(family, model)
 
-    assert_means(analytic(model, loss, part="full", num_probes=None), gauss_newton_means(model, loss))
+    assert_means(
+        analytic(model, loss, part="full", num_probes=None), gauss_newton_means(model, loss)
+    )
     assert not any(v.any() for v in analytic(model, loss, part="functional").values())
 
 

@@ -15,16 +15,27 @@ def hessian(f):
 def attend(X, weights, mask=None, scale=None, activation="softmax", biases=None):
     """X (B, L, d); weights by role, each (H, rows, columns); biases by role, each (H, columns)."""
     single = "query_key" in weights
-    add = {role: (biases or {}).get(role, torch.zeros(())).unsqueeze(-2 if role in (biases or {}) else 0) for role in weights}
+    add = {
+        role: (biases or {})
+        .get(role, torch.zeros(()))
+        .unsqueeze(-2 if role in (biases or {}) else 0)
+        for role in weights
+    }
     keys = X.unsqueeze(1) if single else X.unsqueeze(1) @ weights["key"] + add["key"]
-    queries = X.unsqueeze(1) @ weights["query_key"] if single else X.unsqueeze(1) @ weights["query"] + add["query"]
+    queries = (
+        X.unsqueeze(1) @ weights["query_key"]
+        if single
+        else X.unsqueeze(1) @ weights["query"] + add["query"]
+    )
     scale = scale or (1.0 if single else 1 / math.sqrt(weights["query"].shape[-1]))
     scores = scale * queries @ keys.mT
     if activation == "linear":
         A = scores if mask is None else torch.where(mask, scores, torch.zeros_like(scores))
     else:
         if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            scores = (
+                scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            )
         A = scores.softmax(-1)
     mixed = A @ (X.unsqueeze(1) @ weights["value"] + add["value"])
     return (mixed @ weights["output"] if "output" in weights else mixed).sum(1)
@@ -36,7 +47,11 @@ def draw(L=4, d=3, dk=2, dv=None, heads=1, batch=1, d_out=None, single=False, se
     normal = lambda *shape: 0.8 * torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     dv = d if dv is None else dv
     X = normal(batch, L, d)
-    weights = {"query_key": normal(heads, d, d)} if single else {"query": normal(heads, d, dk), "key": normal(heads, d, dk)}
+    weights = (
+        {"query_key": normal(heads, d, d)}
+        if single
+        else {"query": normal(heads, d, dk), "key": normal(heads, d, dk)}
+    )
     weights["value"] = normal(heads, d, dv)
     if d_out is not None:
         weights["output"] = normal(heads, dv, d_out)
@@ -49,7 +64,9 @@ def flat(weights):
 
 def unflat(vector, weights):
     sizes = [w.numel() for w in weights.values()]
-    return {role: part.view(w.shape) for (role, w), part in zip(weights.items(), vector.split(sizes))}
+    return {
+        role: part.view(w.shape) for (role, w), part in zip(weights.items(), vector.split(sizes))
+    }
 
 
 def mean_squared(output, Y):
@@ -58,7 +75,9 @@ def mean_squared(output, Y):
 
 def autograd_hessian(X, weights, loss, **options):
     """The whole Hessian of `loss(output)`, roles in the order of `weights`, row-major."""
-    return hessian(lambda vector: loss(attend(X, unflat(vector, weights), **options)))(flat(weights))
+    return hessian(lambda vector: loss(attend(X, unflat(vector, weights), **options)))(
+        flat(weights)
+    )
 
 
 def autograd_jacobian(X, weights, **options):
@@ -79,7 +98,9 @@ def autograd_functional(X, weights, loss, **options):
     output = attend(X, weights, **options)
     _, pull = vjp(loss, output)
     g = pull(torch.ones((), dtype=output.dtype))[0]
-    return hessian(lambda vector: (g * attend(X, unflat(vector, weights), **options)).sum())(flat(weights))
+    return hessian(lambda vector: (g * attend(X, unflat(vector, weights), **options)).sum())(
+        flat(weights)
+    )
 
 
 def sizes_of(weights):

@@ -18,12 +18,16 @@ from tests.helpers.models import block_index
 Loss = Callable[[], Tensor]
 
 
-def means_by_block(model: nn.Module, diagonal: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def means_by_block(
+    model: nn.Module, diagonal: dict[str, Tensor], **options: Any
+) -> dict[str, Tensor]:
     """The mean of a diagonal over the blocks of each parameter."""
     means = {}
     for name, blocks in find_blocks(model, **options).items():
         index = block_index(tuple(diagonal[name].shape), blocks.split)
-        means[name] = torch.stack([diagonal[name][index == block].mean() for block in range(blocks.num_blocks)])
+        means[name] = torch.stack(
+            [diagonal[name][index == block].mean() for block in range(blocks.num_blocks)]
+        )
     return means
 
 
@@ -32,16 +36,23 @@ def _rows(outputs: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     unit = torch.eye(len(outputs), dtype=outputs.dtype)
     rows: Any = [None] * len(inputs)
     if outputs.requires_grad:
-        rows = torch.autograd.grad(outputs, inputs, unit, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        rows = torch.autograd.grad(
+            outputs, inputs, unit, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
     zeros = [torch.zeros(len(outputs), x.numel(), dtype=x.dtype) for x in inputs]
     return [zero if row is None else row.reshape(zero.shape) for row, zero in zip(rows, zeros)]
 
 
 def _diagonal(value: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """The diagonal of the Hessian of `value`: one row an entry of the parameters."""
-    gradients = torch.autograd.grad(value, list(parameters.values()), create_graph=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        value, list(parameters.values()), create_graph=True, materialize_grads=True
+    )
     pairs = zip(parameters.items(), gradients)
-    return {name: _rows(gradient.flatten(), [p])[0].diagonal().view_as(p) for (name, p), gradient in pairs}
+    return {
+        name: _rows(gradient.flatten(), [p])[0].diagonal().view_as(p)
+        for (name, p), gradient in pairs
+    }
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -58,7 +69,9 @@ def hessian(model: nn.Module, loss_of: Loss) -> tuple[Tensor, Tensor]:
     """The gradient and the whole Hessian of all trainable parameters, one after another."""
     parameters = list(trainable(model).values())
     with sdpa_kernel(SDPBackend.MATH):
-        gradients = torch.autograd.grad(loss_of(), parameters, create_graph=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss_of(), parameters, create_graph=True, materialize_grads=True
+        )
         gradient = torch.cat([g.flatten() for g in gradients])
         return gradient.detach(), torch.cat(_rows(gradient, parameters), 1)
 
@@ -76,18 +89,24 @@ def gauss_newton_means(model: nn.Module, loss_of: Loss) -> dict[str, Tensor]:
         jacobian = torch.cat(_rows(call.prediction.flatten()[counts], tensors), 1)
         total = total + (jacobian * (curvature[counts][:, counts].to(jacobian) @ jacobian)).sum(0)
     parts = total.split([p.numel() for p in tensors])
-    return means_by_block(model, {name: part.view_as(p) for (name, p), part in zip(parameters.items(), parts)})
+    return means_by_block(
+        model, {name: part.view_as(p) for (name, p), part in zip(parameters.items(), parts)}
+    )
 
 
 def functional_diagonal(model: nn.Module, modules: list[str], loss_of: Loss) -> dict[str, Tensor]:
     """The own second derivative of attention modules, with all around them held fixed, of every parameter inside of them.
 
-    That is the Hessian of `g · module(x)` in the module's parameters, for its input x and the gradient g at its output.
+    That is the Hessian of `g · module(x)` in the module's parameters, for its input x and the
+    gradient g at its output.
     """
     calls: dict[str, tuple[Any, ...]] = {}
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda _, args, kwargs, output, name=name: calls.__setitem__(name, (args, kwargs, output)), with_kwargs=True
+            lambda _, args, kwargs, output, name=name: calls.__setitem__(
+                name, (args, kwargs, output)
+            ),
+            with_kwargs=True,
         )
         for name in modules
     ]
@@ -99,20 +118,30 @@ def functional_diagonal(model: nn.Module, modules: list[str], loss_of: Loss) -> 
         return output[0] if isinstance(output, tuple) else output
 
     def fixed(value: Any) -> Any:
-        return value.detach() if isinstance(value, Tensor) else tuple(map(fixed, value)) if isinstance(value, tuple) else value
+        return (
+            value.detach()
+            if isinstance(value, Tensor)
+            else tuple(map(fixed, value))
+            if isinstance(value, tuple)
+            else value
+        )
 
     gradients = torch.autograd.grad(loss, [first(calls[name][2]) for name in modules])
     found = {}
     with sdpa_kernel(SDPBackend.MATH):
         for name, g in zip(modules, gradients):
             module, (args, kwargs, _) = model.get_submodule(name), calls[name]
-            output = first(module(*fixed(args), **{key: fixed(value) for key, value in kwargs.items()}))
+            output = first(
+                module(*fixed(args), **{key: fixed(value) for key, value in kwargs.items()})
+            )
             inside = _diagonal((g * output).sum(), trainable(module))
             found |= {f"{name}.{inner}": values for inner, values in inside.items()}
     return found
 
 
-def assert_means(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+def assert_means(
+    found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-10
+) -> None:
     """Each value within `tolerance` of the largest of its parameter, or 1e-12 of the largest of all for what is zero."""
     assert found.keys() == exact.keys()
     largest = max(float(e.abs().max()) for e in exact.values())
@@ -120,7 +149,9 @@ def assert_means(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: 
     for name, e in exact.items():
         assert found[name].shape == e.shape, name
         error = float((found[name] - e).abs().max())
-        assert error <= tolerance * float(e.abs().max()) + 1e-2 * tolerance * largest, f"{name}: off by {error:.3g} from {e}"
+        assert error <= tolerance * float(e.abs().max()) + 1e-2 * tolerance * largest, (
+            f"{name}: off by {error:.3g} from {e}"
+        )
 
 
 class Attention(nn.Module):
@@ -133,10 +164,12 @@ class Attention(nn.Module):
         fused: Whether one matrix holds query, key and value.
         causal: Whether positions see only those before them.
         scale: Of the scores.
-        rope: Whether queries and keys are rotated by their positions, and by what they are multiplied then.
+        rope: Whether queries and keys are rotated by their positions, and by what they are
+            multiplied then.
         norm: Whether queries and keys are normalised.
         factor: What keys and values are multiplied by before the call.
-        repeat: Whether shared keys are repeated before the call, as transformers does, and not by it.
+        repeat: Whether shared keys are repeated before the call, as transformers does, and not by
+            it.
         sequence_first: Whether the input is (T, B, D).
     """
 
@@ -156,7 +189,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_key_value_heads, self.head_dim = heads, groups or heads, 4
-        sizes = [self.head_dim * count for count in (heads, self.num_key_value_heads, self.num_key_value_heads)]
+        sizes = [
+            self.head_dim * count
+            for count in (heads, self.num_key_value_heads, self.num_key_value_heads)
+        ]
         if fused:
             self.qkv_proj = nn.Linear(width, sum(sizes))
         else:
@@ -168,7 +204,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         fused = hasattr(self, "qkv_proj")
-        parts = self.qkv_proj(x).split(self.sizes, -1) if fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        parts = (
+            self.qkv_proj(x).split(self.sizes, -1)
+            if fused
+            else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         order = (1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).permute(order) for part in parts)
         if self.norm is not None:
@@ -177,17 +217,26 @@ class Attention(nn.Module):
             q, k = self.rope * rotate(q), self.rope * rotate(k)
         k, v = self.factor * k, self.factor * v
         if self.repeat:
-            k, v = (part.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1) for part in (k, v))
+            k, v = (
+                part.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1)
+                for part in (k, v)
+            )
         grouped = k.shape[1] != q.shape[1]
         causal = self.causal and mask is None
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
-        return self.o_proj(mixed.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(-2))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+        )
+        return self.o_proj(
+            mixed.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(-2)
+        )
 
 
 def rotate(x: Tensor) -> Tensor:
     """RoPE on (B, H, T, dh)."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(1) / 3.0 ** torch.arange(half, dtype=x.dtype)
+    angles = torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(1) / 3.0 ** torch.arange(
+        half, dtype=x.dtype
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
@@ -195,7 +244,14 @@ def rotate(x: Tensor) -> Tensor:
 class Net(nn.Module):
     """Embedding, attention layers with a residual, whatever `top` is, and a head: by default affine above the attention."""
 
-    def __init__(self, layers: int = 1, top: nn.Module | None = None, vocabulary: int = 5, width: int = 6, **options: Any):
+    def __init__(
+        self,
+        layers: int = 1,
+        top: nn.Module | None = None,
+        vocabulary: int = 5,
+        width: int = 6,
+        **options: Any,
+    ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Attention(width, **options) for _ in range(layers))

@@ -25,7 +25,9 @@ def linear(name, weight, bias="none"):
     """A weight, and a bias that is cut as the weight is ("cut"), that is one block ("whole"), or is not there."""
     found = {f"{name}.weight": weight}
     if bias == "cut":
-        found[f"{name}.bias"] = Blocks(("bias",) * len(weight.roles), None, weight.split._replace(dim=0))
+        found[f"{name}.bias"] = Blocks(
+            ("bias",) * len(weight.roles), None, weight.split._replace(dim=0)
+        )
     elif bias == "whole":
         found[f"{name}.bias"] = whole("bias")
     return found
@@ -96,8 +98,12 @@ def falcon(query_key_value, norm_names, bias=False):
         **in_layers(
             "transformer.h.{}.",
             {
-                **linear("self_attention.query_key_value", query_key_value, "cut" if bias else "none"),
-                **linear("self_attention.dense", cut(1, output=(16, 4)), "whole" if bias else "none"),
+                **linear(
+                    "self_attention.query_key_value", query_key_value, "cut" if bias else "none"
+                ),
+                **linear(
+                    "self_attention.dense", cut(1, output=(16, 4)), "whole" if bias else "none"
+                ),
                 **linear("mlp.dense_h_to_4h", rows("mlp_in", 24), "cut" if bias else "none"),
                 **linear("mlp.dense_4h_to_h", rows("mlp_out", 16), "cut" if bias else "none"),
                 **norms(*norm_names),
@@ -131,7 +137,9 @@ def t5(mlp):
         }
 
     def dense(layer):
-        return {f"layer.{layer}.DenseReluDense.{name}.weight": blocks for name, blocks in mlp.items()}
+        return {
+            f"layer.{layer}.DenseReluDense.{name}.weight": blocks for name, blocks in mlp.items()
+        }
 
     def norm_of(count):
         return norms(*(f"layer.{i}.layer_norm" for i in range(count)), bias=False)
@@ -142,10 +150,17 @@ def t5(mlp):
         **norms("encoder.final_layer_norm", "decoder.final_layer_norm", bias=False),
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": buckets,
         "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": buckets,
-        **in_layers("encoder.block.{}.", {**attention("layer.0.SelfAttention"), **dense(1), **norm_of(2)}),
+        **in_layers(
+            "encoder.block.{}.", {**attention("layer.0.SelfAttention"), **dense(1), **norm_of(2)}
+        ),
         **in_layers(
             "decoder.block.{}.",
-            {**attention("layer.0.SelfAttention"), **attention("layer.1.EncDecAttention"), **dense(2), **norm_of(3)},
+            {
+                **attention("layer.0.SelfAttention"),
+                **attention("layer.1.EncDecAttention"),
+                **dense(2),
+                **norm_of(3),
+            },
         ),
     }
 
@@ -353,7 +368,11 @@ EXPECTED = {
 }  # fmt: skip
 
 
-BIASES_OF_TORCH = {"in_proj_bias": ("query", "key", "value"), "bias_k": ("key",), "bias_v": ("value",)}
+BIASES_OF_TORCH = {
+    "in_proj_bias": ("query", "key", "value"),
+    "bias_k": ("key",),
+    "bias_v": ("value",),
+}
 
 
 def section_roles(name, blocks):
@@ -364,6 +383,10 @@ def section_roles(name, blocks):
     if attribute in BIASES_OF_TORCH:
         return BIASES_OF_TORCH[attribute]
     weight = blocks.get(f"{module}.weight")
-    if attribute == "bias" and weight is not None and set(weight.roles) <= {"query", "key", "value"}:
+    if (
+        attribute == "bias"
+        and weight is not None
+        and set(weight.roles) <= {"query", "key", "value"}
+    ):
         return weight.roles
     return None

@@ -10,7 +10,9 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 def with_spectrum(values, seed=0):
     """A symmetric float64 matrix with these eigenvalues and random eigenvectors."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    noise = torch.randn(len(values), len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(
+        len(values), len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     vectors, _ = torch.linalg.qr(noise)
     return (vectors * values) @ vectors.T
 
@@ -28,7 +30,9 @@ SPECTRA = {
     "indefinite": normal(60),
     "repeated": torch.tensor([5.0] * 4 + [-5.0] * 3 + [1.0] * 30 + [0.0] * 23, dtype=torch.float64),
     "clustered": torch.cat([1 + 1e-6 * normal(30), -3 + 1e-6 * normal(30)]),
-    "low rank": torch.cat([torch.tensor([4.0, 2.0, -1.0], dtype=torch.float64), torch.zeros(57, dtype=torch.float64)]),
+    "low rank": torch.cat(
+        [torch.tensor([4.0, 2.0, -1.0], dtype=torch.float64), torch.zeros(57, dtype=torch.float64)]
+    ),
     "decaying": 10.0 ** -torch.arange(0, 12, 0.2, dtype=torch.float64),
     "equal": torch.full((60,), 2.0, dtype=torch.float64),
     "zero": torch.zeros(60, dtype=torch.float64),
@@ -39,7 +43,12 @@ class Products:
     """A matrix known by its products alone, which counts them."""
 
     def __init__(self, matrix):
-        self.matrix, self.shape, self.dtype, self.device = matrix, tuple(matrix.shape), matrix.dtype, matrix.device
+        self.matrix, self.shape, self.dtype, self.device = (
+            matrix,
+            tuple(matrix.shape),
+            matrix.dtype,
+            matrix.device,
+        )
         self.count = 0
 
     def __matmul__(self, v):
@@ -58,7 +67,9 @@ class TinyAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.key, self.value, self.output, self.head = (nn.Linear(3, 3, bias=False) for _ in range(5))
+        self.query, self.key, self.value, self.output, self.head = (
+            nn.Linear(3, 3, bias=False) for _ in range(5)
+        )
 
     def forward(self, x):
         scores = self.query(x) @ self.key(x).mT / 3**0.5
@@ -79,16 +90,28 @@ class AttentionHessian:
 
         def loss(flat):
             pieces = zip(weights.items(), flat.split(sizes))
-            return (functional_call(model, {name: v.view_as(p) for (name, p), v in pieces}, (x,)) - y).square().mean()
+            return (
+                (functional_call(model, {name: v.view_as(p) for (name, p), v in pieces}, (x,)) - y)
+                .square()
+                .mean()
+            )
 
         self.loss, self.point = loss, torch.cat([p.flatten() for p in weights.values()])
-        self.shape, self.dtype, self.device = (sum(sizes), sum(sizes)), torch.float64, torch.device("cpu")
+        self.shape, self.dtype, self.device = (
+            (sum(sizes), sum(sizes)),
+            torch.float64,
+            torch.device("cpu"),
+        )
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.parts = {name: torch.arange(a, a + size) for name, a, size in zip(weights, starts, sizes)}
+        self.parts = {
+            name: torch.arange(a, a + size) for name, a, size in zip(weights, starts, sizes)
+        }
 
     def __matmul__(self, v):
         def one(v):
-            return vjp(grad(self.loss), self.point)[1](v)[0]  # forward mode scripts, of which torch warns
+            return vjp(grad(self.loss), self.point)[1](v)[
+                0
+            ]  # forward mode scripts, of which torch warns
 
         return one(v) if v.ndim == 1 else vmap(one, in_dims=1, out_dims=1)(v)
 

@@ -1,6 +1,7 @@
 """One tiny model for each family and attention layout, built from its config: nothing is downloaded.
 
-`FAMILIES[name]()` is a seeded model of a few thousand parameters, `loss_of(name, model)` its loss on a seeded batch.
+`FAMILIES[name]()` is a seeded model of a few thousand parameters, `loss_of(name, model)` its loss
+on a seeded batch.
 """
 
 from __future__ import annotations
@@ -19,21 +20,53 @@ from torch import Tensor, nn
 
 from recipes.common.gpt2 import GPT2, GPT2Config
 
-torch.set_num_threads(1)  # on models this small more threads only wait for one another, above all under pytest-xdist
+torch.set_num_threads(
+    1
+)  # on models this small more threads only wait for one another, above all under pytest-xdist
 
 BATCH, LENGTH, VOCAB, WIDTH, CLASSES = 2, 6, 20, 16, 5
 SDPA = {"attn_implementation": "sdpa"}
 LLAMA_SIZES = {
-    **{"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 FALCON_SIZES = {
-    **{"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 24},
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 24,
+    },
     **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2},
 }
 T5_SIZES = {
-    **{"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
-    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0},
+    **{
+        "vocab_size": VOCAB,
+        "d_model": WIDTH,
+        "d_kv": 6,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    },
+    **{
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "decoder_start_token_id": 0,
+    },
 }
 
 
@@ -42,7 +75,9 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES)
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 8)
         return self.layers(x)
@@ -79,7 +114,9 @@ class TorchDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.TransformerDecoderLayer(WIDTH, 4, dim_feedforward=24, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerDecoderLayer(
+            WIDTH, 4, dim_feedforward=24, dropout=0.0, batch_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, x.flip(1))
@@ -93,7 +130,9 @@ def gpt2(**options: Any) -> nn.Module:
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
     tokens = {"bos_token_id": 1, "eos_token_id": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, **dropout, **SDPA, **options))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **tokens, **dropout, **SDPA, **options)
+    )
 
 
 def llama(**options: Any) -> nn.Module:
@@ -101,7 +140,9 @@ def llama(**options: Any) -> nn.Module:
 
 
 def mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA_SIZES, **SDPA, sliding_window=None))
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**LLAMA_SIZES, **SDPA, sliding_window=None)
+    )
 
 
 def qwen2() -> nn.Module:
@@ -109,7 +150,9 @@ def qwen2() -> nn.Module:
 
 
 def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LLAMA_SIZES, **SDPA, head_dim=6))
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**LLAMA_SIZES, **SDPA, head_dim=6)
+    )
 
 
 def phi3() -> nn.Module:
@@ -118,7 +161,9 @@ def phi3() -> nn.Module:
 
 def mixtral() -> nn.Module:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "router_jitter_noise": 0.0}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA_SIZES, **SDPA, **experts, sliding_window=None))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**LLAMA_SIZES, **SDPA, **experts, sliding_window=None)
+    )
 
 
 def gpt_neox() -> nn.Module:
@@ -128,42 +173,88 @@ def gpt_neox() -> nn.Module:
 
 
 def bloom() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "n_layer": 2,
+        "n_head": 4,
+        "hidden_dropout": 0.0,
+    }
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, **tokens, attention_dropout=0.0))
+    return transformers.BloomForCausalLM(
+        transformers.BloomConfig(**sizes, **tokens, attention_dropout=0.0)
+    )
 
 
 def falcon(**options: Any) -> nn.Module:
-    return transformers.FalconForCausalLM(transformers.FalconConfig(**FALCON_SIZES, **SDPA, **options))
+    return transformers.FalconForCausalLM(
+        transformers.FalconConfig(**FALCON_SIZES, **SDPA, **options)
+    )
 
 
 def bert() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**sizes, **dropout, **SDPA, intermediate_size=24, max_position_embeddings=16)
+    config = transformers.BertConfig(
+        **sizes, **dropout, **SDPA, intermediate_size=24, max_position_embeddings=16
+    )
     return transformers.BertForMaskedLM(config)
 
 
 def vit() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.ViTConfig(**sizes, **dropout, **SDPA, image_size=8, patch_size=4, num_labels=CLASSES)
+    config = transformers.ViTConfig(
+        **sizes, **dropout, **SDPA, image_size=8, patch_size=4, num_labels=CLASSES
+    )
     return transformers.ViTForImageClassification(config)
 
 
 def timm_vit(**options: Any) -> nn.Module:
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": WIDTH, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
+    sizes = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": WIDTH,
+        "depth": 2,
+        "num_heads": 4,
+        "mlp_ratio": 1.5,
+    }
     return timm_vision_transformer().VisionTransformer(**sizes, num_classes=CLASSES, **options)
 
 
 def t5(**options: Any) -> nn.Module:
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_SIZES, **SDPA, **options))
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**T5_SIZES, **SDPA, **options)
+    )
 
 
 def opt() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24}
-    others = {"max_position_embeddings": 16, "word_embed_proj_dim": WIDTH, "dropout": 0.0, "attention_dropout": 0.0}
-    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **others, **SDPA, pad_token_id=0))
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 24,
+    }
+    others = {
+        "max_position_embeddings": 16,
+        "word_embed_proj_dim": WIDTH,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(**sizes, **others, **SDPA, pad_token_id=0)
+    )
 
 
 def encoder_layer() -> nn.Module:
@@ -173,7 +264,9 @@ def encoder_layer() -> nn.Module:
 def lora(model: nn.Module, targets: list[str]) -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="c_attn" in targets)
+    config = peft.LoraConfig(
+        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="c_attn" in targets
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -186,7 +279,11 @@ class _TorchvisionStub(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         modes = ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
-        value = type(name, (nn.Module,), {mode: mode for mode in modes} if name == "InterpolationMode" else {})
+        value = type(
+            name,
+            (nn.Module,),
+            {mode: mode for mode in modes} if name == "InterpolationMode" else {},
+        )
         setattr(self, name, value)
         return value
 
@@ -197,7 +294,10 @@ def timm_vision_transformer() -> ModuleType:
         return sys.modules["timm.models.vision_transformer"]
     names = [
         "torchvision",
-        *(f"torchvision.{n}" for n in ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")),
+        *(
+            f"torchvision.{n}"
+            for n in ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")
+        ),
     ]
     stubs = {name: _TorchvisionStub(name) for name in names}
     for name, stub in stubs.items():
@@ -272,7 +372,13 @@ def loss_of(name: str, model: nn.Module, seed: int = 0) -> Tensor:
         return model(tokens, targets)
     if name == "gpt2-cross":
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-        return model(tokens, labels=tokens, encoder_hidden_states=features, encoder_attention_mask=mask, use_cache=False).loss
+        return model(
+            tokens,
+            labels=tokens,
+            encoder_hidden_states=features,
+            encoder_attention_mask=mask,
+            use_cache=False,
+        ).loss
     if name in ("t5", "t5-gated"):
         return model(input_ids=tokens, labels=targets, use_cache=False).loss
     if name == "bert":

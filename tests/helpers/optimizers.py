@@ -14,14 +14,20 @@ TINY = GPT2Config(vocab_size=19, context=8, width=16, depth=2, heads=2)
 
 OPTIMIZERS: dict[str, Callable[..., blockopt.optim.BlockOptimizer]] = {
     "adamw": lambda groups, **k: blockopt.BlockAdamW(groups, **{"lr": 1e-2, **k}),
-    "adamw-block": lambda groups, **k: blockopt.BlockAdamW(groups, **{"lr": 1e-2, **k}, second_moment="block"),
+    "adamw-block": lambda groups, **k: blockopt.BlockAdamW(
+        groups, **{"lr": 1e-2, **k}, second_moment="block"
+    ),
     "adamw-block-bf16": lambda groups, **k: blockopt.BlockAdamW(
         groups, **{"lr": 1e-2, **k}, second_moment="block", momentum_dtype=torch.bfloat16
     ),
-    "sgd": lambda groups, **k: blockopt.BlockSGD(groups, **{"lr": 1e-1, **k}, momentum=0.9, nesterov=True),
+    "sgd": lambda groups, **k: blockopt.BlockSGD(
+        groups, **{"lr": 1e-1, **k}, momentum=0.9, nesterov=True
+    ),
     "sgd-plain": lambda groups, **k: blockopt.BlockSGD(groups, **{"lr": 1e-1, **k}),
     "muon": lambda groups, **k: blockopt.BlockMuon(groups, **{"lr": 1e-2, **k}),
-    "muon-heads": lambda groups, **k: blockopt.BlockMuon(groups, **{"lr": 1e-2, **k}, split_heads=True, second_moment="block"),
+    "muon-heads": lambda groups, **k: blockopt.BlockMuon(
+        groups, **{"lr": 1e-2, **k}, split_heads=True, second_moment="block"
+    ),
 }
 
 
@@ -31,13 +37,18 @@ def tiny_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT2:
 
 
 def token_loss(model: nn.Module, seed: int = 0) -> Tensor:
-    tokens = torch.randint(TINY.vocab_size, (3, TINY.context + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        TINY.vocab_size, (3, TINY.context + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
 def random_gradients(model: nn.Module, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for n, p in model.named_parameters()}
+    return {
+        n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        for n, p in model.named_parameters()
+    }
 
 
 def set_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
@@ -47,7 +58,10 @@ def set_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
 
 def random_scales(optimizer: blockopt.optim.BlockOptimizer, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: torch.rand(s.shape, generator=generator) * 2 + 0.1 for n, s in optimizer.block_scales().items()}
+    return {
+        n: torch.rand(s.shape, generator=generator) * 2 + 0.1
+        for n, s in optimizer.block_scales().items()
+    }
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -63,4 +77,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def assert_same_weights(a: nn.Module, b: nn.Module, rtol: float = 0.0, atol: float = 0.0) -> None:
     for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -34,10 +34,18 @@ def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
 class Reference(ABC):
     """Holds copies of the parameters, the blocks, the scales and the moments of one optimizer."""
 
-    def __init__(self, parameters: dict[str, Tensor], blocks: dict[str, Blocks], decays: dict[str, float], **options):
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        blocks: dict[str, Blocks],
+        decays: dict[str, float],
+        **options,
+    ):
         self.p = {name: p.detach().clone() for name, p in parameters.items()}
         self.blocks, self.decays, self.options = blocks, decays, options
-        self.scales = {name: torch.ones(b.num_blocks, dtype=torch.float64) for name, b in blocks.items()}
+        self.scales = {
+            name: torch.ones(b.num_blocks, dtype=torch.float64) for name, b in blocks.items()
+        }
         self.m = {name: torch.zeros_like(p) for name, p in self.p.items()}
         self.v = {name: torch.zeros_like(p) for name, p in self.p.items()}
         self.t = 0
@@ -86,7 +94,11 @@ class ReferenceMuon(ReferenceAdamW):
             return super().direction(name, g)
         momentum = self.options["momentum"]
         self.m[name] = momentum * self.m[name] + (1 - momentum) * g
-        u = (1 - momentum) * g + momentum * self.m[name] if self.options["nesterov"] else self.m[name]
+        u = (
+            (1 - momentum) * g + momentum * self.m[name]
+            if self.options["nesterov"]
+            else self.m[name]
+        )
         dim = 0 if blocks.split is None else blocks.split.dim
         ids = block_ids(tuple(g.shape), blocks).movedim(dim, 0)[:, 0]
         rows, out = u.movedim(dim, 0), torch.empty_like(u.movedim(dim, 0))

@@ -16,8 +16,31 @@ from recipes.training.arguments import parse
 from recipes.training.run_log import losses_of, read_log
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
-SIZES = ("--data", "addition:1", "--max-tokens", "900", "--width", "16", "--depth", "2", "--heads", "2", "--batch-size", "8")
-QUIET = ("--eval-batches", "2", "--eval-every", "3", "--print-every", "1000", "--cpu", "--lr", "1e-2")
+SIZES = (
+    "--data",
+    "addition:1",
+    "--max-tokens",
+    "900",
+    "--width",
+    "16",
+    "--depth",
+    "2",
+    "--heads",
+    "2",
+    "--batch-size",
+    "8",
+)
+QUIET = (
+    "--eval-batches",
+    "2",
+    "--eval-every",
+    "3",
+    "--print-every",
+    "1000",
+    "--cpu",
+    "--lr",
+    "1e-2",
+)
 
 
 def flags(output: Path, cache: Path, *more: str | float) -> list[str]:
@@ -36,7 +59,9 @@ def run(argv: list[str], partial: bool = True) -> Path:
     arguments = parse(argv)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Curvature not positive|The refresh of the block")
+            warnings.filterwarnings(
+                "ignore", message="Curvature not positive|The refresh of the block"
+            )
             train.train(arguments, train.make_accelerator(arguments))
     finally:
         forget(partial)
@@ -47,7 +72,9 @@ def in_child(task) -> int:
     """Run in a copy of this process, and return how that ended: 0, or minus the signal that killed it."""
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the other threads, if there are any, are those of pytest-xdist
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the other threads, if there are any, are those of pytest-xdist
         pid = os.fork()
     if pid == 0:
         code = 1

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 
 L, D, M = 3, 4, 5
-ACTS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}
+ACTS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 def draw(*shape, seed=0):
@@ -33,7 +38,11 @@ def bias(w, role, head):
 def attend(x, w, mask):
     """Written head by head, with the usual softmax."""
     total = 0
-    heads = {role: w[role] if w[role].ndim == 3 else w[role][None] for role in ("query", "key", "value", "output") if role in w}
+    heads = {
+        role: w[role] if w[role].ndim == 3 else w[role][None]
+        for role in ("query", "key", "value", "output")
+        if role in w
+    }
     for h in range(len(heads["query"])):
         q, k, v = (x @ heads[role][h] + bias(w, role, h) for role in ("query", "key", "value"))
         scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
@@ -59,9 +68,19 @@ def forward(X, w, arrangement, norm, final_norm=True, activation="gelu", epsilon
 def make_weights(heads=1, gated=False, extras=(), dk=2):
     shape = {"query": (D, dk), "key": (D, dk), "value": (D, D)}
     if heads > 1:
-        shape = {"query": (heads, D, dk), "key": (heads, D, dk), "value": (heads, D, dk), "output": (heads, dk, D)}
+        shape = {
+            "query": (heads, D, dk),
+            "key": (heads, D, dk),
+            "value": (heads, D, dk),
+            "output": (heads, dk, D),
+        }
     shape |= {"mlp_in": (D, M), "mlp_out": (M, D)} | ({"mlp_gate": (D, M)} if gated else {})
     sizes = {"mlp_in_bias": (M,)}
-    sizes |= {f"{role}_bias": (heads, dk) if heads > 1 else shape[role][-1:] for role in ("query", "key", "value")}
+    sizes |= {
+        f"{role}_bias": (heads, dk) if heads > 1 else shape[role][-1:]
+        for role in ("query", "key", "value")
+    }
     shape |= {role: sizes.get(role, (D,)) for role in extras}
-    return {role: draw(*size, seed=number) for number, (role, size) in enumerate(shape.items(), start=1)}
+    return {
+        role: draw(*size, seed=number) for number, (role, size) in enumerate(shape.items(), start=1)
+    }

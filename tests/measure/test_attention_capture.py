@@ -10,19 +10,33 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from blockopt.measure.attention_capture import AttentionCall, capture_attention
-from tests.helpers.models import BATCH, FAMILIES, LENGTH, LLAMA_SIZES, SDPA, VOCAB, WIDTH, loss_of, timm_vit, transformers
+from tests.helpers.models import (
+    BATCH,
+    FAMILIES,
+    LENGTH,
+    LLAMA_SIZES,
+    SDPA,
+    VOCAB,
+    WIDTH,
+    loss_of,
+    timm_vit,
+    transformers,
+)
 
 HEADS = 4
 # The two attention modules of each family, and the attribute of them that makes the queries.
 TWO_LAYERS = {
     "gpt2": ("transformer.h.{}.attn", "c_attn"),
     "lora-gpt2": ("base_model.model.transformer.h.{}.attn", "c_attn"),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), ("model.layers.{}.self_attn", "q_proj")),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "mixtral"), ("model.layers.{}.self_attn", "q_proj")
+    ),
     "phi3": ("model.layers.{}.self_attn", "qkv_proj"),
     "lora-llama": ("base_model.model.model.layers.{}.self_attn", "q_proj"),
     "gpt_neox": ("gpt_neox.layers.{}.attention", "query_key_value"),
     **dict.fromkeys(
-        ("falcon-multi-query", "falcon-groups", "falcon-plain"), ("transformer.h.{}.self_attention", "query_key_value")
+        ("falcon-multi-query", "falcon-groups", "falcon-plain"),
+        ("transformer.h.{}.self_attention", "query_key_value"),
     ),
     "opt": ("model.decoder.layers.{}.self_attn", "q_proj"),
     "timm_vit": ("blocks.{}.attn", "qkv"),
@@ -32,19 +46,36 @@ TWO_LAYERS = {
 }
 T5_CALLS = [
     *(f"encoder.block.{i}.layer.0.SelfAttention" for i in range(2)),
-    *(f"decoder.block.{i}.layer.{j}.{name}" for i in range(2) for j, name in enumerate(("SelfAttention", "EncDecAttention"))),
+    *(
+        f"decoder.block.{i}.layer.{j}.{name}"
+        for i in range(2)
+        for j, name in enumerate(("SelfAttention", "EncDecAttention"))
+    ),
 ]
 CALLS = {
     **{family: [name.format(i) for i in range(2)] for family, (name, _) in TWO_LAYERS.items()},
-    "gpt2-cross": [f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn", "crossattention")],
+    "gpt2-cross": [
+        f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn", "crossattention")
+    ],
     **{"t5": T5_CALLS, "t5-gated": T5_CALLS},
-    **{"attention": ["attention"], "attention-kdim": ["attention"], "attention-bias-kv": ["attention"]},
+    **{
+        "attention": ["attention"],
+        "attention-kdim": ["attention"],
+        "attention-bias-kv": ["attention"],
+    },
     "encoder_layer": ["self_attn"],
     "decoder_layer": ["layer.self_attn", "layer.multihead_attn"],
     **{"mlp": [], "cnn": []},
 }
 # Those that pass is_causal; Falcon passes a mask.
-CAUSAL = TWO_LAYERS.keys() - {"falcon-multi-query", "falcon-groups", "falcon-plain", "timm_vit", "vit", "bert"}
+CAUSAL = TWO_LAYERS.keys() - {
+    "falcon-multi-query",
+    "falcon-groups",
+    "falcon-plain",
+    "timm_vit",
+    "vit",
+    "bert",
+}
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -63,7 +94,10 @@ class Attention(nn.Module):
         self.attend = attend
 
     def forward(self, x):  # (B, T, D)
-        q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -77,7 +111,9 @@ def seeded(build, *args, **options):
 
 
 def family_model(family):
-    dtype = torch.float32 if family == "mixtral" else torch.float64  # torch's grouped_mm for experts knows no float64
+    dtype = (
+        torch.float32 if family == "mixtral" else torch.float64
+    )  # torch's grouped_mm for experts knows no float64
     return FAMILIES[family]().to(dtype)
 
 
@@ -86,14 +122,18 @@ def normal(*shape, seed=0):
 
 
 def mixed_values(call):
-    return call.weights() @ call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+    return call.weights() @ call.value.repeat_interleave(
+        call.query.shape[1] // call.value.shape[1], dim=1
+    )
 
 
 def assert_consistent(call):
     weights = call.weights()
     assert weights.shape == (*call.query.shape[:3], call.key.shape[2])
     tolerance = 1e-6 if call.query.dtype == torch.float32 else 1e-12
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        weights.sum(dim=-1), torch.ones_like(weights[..., 0]), rtol=0, atol=tolerance
+    )
     torch.testing.assert_close(mixed_values(call), call.output, rtol=tolerance, atol=tolerance)
 
 
@@ -105,7 +145,9 @@ def make_eager(model):
 def inputs_of(module):
     """The first argument of every later call of `module`."""
     seen = []
-    module.register_forward_pre_hook(lambda _, args, kw: seen.append((*args, *kw.values())[0]), with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, args, kw: seen.append((*args, *kw.values())[0]), with_kwargs=True
+    )
     return seen
 
 
@@ -126,9 +168,13 @@ def test_calls_of_every_family(family):
         length = LENGTH if family not in ("timm_vit", "vit") else 5
         assert call.x.shape == (BATCH, length, WIDTH)
         assert call.query.shape[:3] == (BATCH, HEADS, length)
-        assert call.is_causal == (family in CAUSAL or (family == "gpt2-cross" and call.module.endswith(".attn")))
+        assert call.is_causal == (
+            family in CAUSAL or (family == "gpt2-cross" and call.module.endswith(".attn"))
+        )
         assert call.dropout == 0.0
-        assert call.scale == (1.0 if family in ("opt", "t5", "t5-gated") else call.query.shape[-1] ** -0.5)
+        assert call.scale == (
+            1.0 if family in ("opt", "t5", "t5-gated") else call.query.shape[-1] ** -0.5
+        )
         assert_consistent(call)
 
 
@@ -139,7 +185,9 @@ def test_x_is_the_very_input_of_the_query_projection(family):
     inputs = [inputs_of(model.get_submodule(f"{name}.{projection}")) for name in CALLS[family]]
     with capture_attention(model) as calls:
         loss_of(family, model)
-    assert all(call.x is x and call.context is None for call, (x,) in zip(calls, inputs, strict=True))
+    assert all(
+        call.x is x and call.context is None for call, (x,) in zip(calls, inputs, strict=True)
+    )
     assert calls[0].x is not calls[1].x
 
 
@@ -159,7 +207,9 @@ def test_cross_attention_has_x_and_context(family, cross, query, key):
     assert call.x is inputs[query][0]
     assert call.context is inputs[key][0]
     assert call.context is not call.x
-    assert [c.context is not None for c in calls] == [("cross" in c.module or "EncDec" in c.module) for c in calls]
+    assert [c.context is not None for c in calls] == [
+        ("cross" in c.module or "EncDec" in c.module) for c in calls
+    ]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -175,13 +225,21 @@ def test_cross_attention_of_torch_has_batch_first_x_and_context(batch_first):
     assert torch.equal(call.x, x)
     assert torch.equal(call.context, memory)
     query = F.linear(x, model.in_proj_weight[:WIDTH]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    key = F.linear(memory, model.in_proj_weight[WIDTH : 2 * WIDTH]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    key = (
+        F.linear(memory, model.in_proj_weight[WIDTH : 2 * WIDTH])
+        .unflatten(-1, (HEADS, -1))
+        .transpose(1, 2)
+    )
     torch.testing.assert_close(call.query, query)
     torch.testing.assert_close(call.key, key)
 
 
 def test_unbatched_attention_of_torch_has_a_batch_of_one():
-    model, x, memory = seeded(nn.MultiheadAttention, WIDTH, HEADS), normal(LENGTH, WIDTH), normal(3, WIDTH, seed=1)
+    model, x, memory = (
+        seeded(nn.MultiheadAttention, WIDTH, HEADS),
+        normal(LENGTH, WIDTH),
+        normal(3, WIDTH, seed=1),
+    )
     with capture_attention(model) as calls:
         model(x, memory, memory, need_weights=False)
         model(x, x, x, need_weights=False)
@@ -193,9 +251,17 @@ def test_unbatched_attention_of_torch_has_a_batch_of_one():
 
 def rotated(x, theta=10000.0):  # (B, H, T, dh)
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        dim=-1,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -209,19 +275,44 @@ def test_queries_and_keys_are_those_after_norm_and_rope(family):
         loss_of(family, model)
     for call in calls:
         attention = model.get_submodule(call.module)
-        for projection, norm, seen in (("q_proj", "q_norm", call.query), ("k_proj", "k_norm", call.key)):
-            plain = getattr(attention, projection)(call.x).unflatten(-1, (-1, seen.shape[-1])).transpose(1, 2)
+        for projection, norm, seen in (
+            ("q_proj", "q_norm", call.query),
+            ("k_proj", "k_norm", call.key),
+        ):
+            plain = (
+                getattr(attention, projection)(call.x)
+                .unflatten(-1, (-1, seen.shape[-1]))
+                .transpose(1, 2)
+            )
             expected = plain
             if family == "qwen3":
-                expected = plain * (plain.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt() * getattr(attention, norm).weight
-            torch.testing.assert_close(seen, rotated(expected), rtol=1e-5, atol=1e-6)  # transformers turns in float32
+                expected = (
+                    plain
+                    * (plain.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+                    * getattr(attention, norm).weight
+                )
+            torch.testing.assert_close(
+                seen, rotated(expected), rtol=1e-5, atol=1e-6
+            )  # transformers turns in float32
             assert not torch.allclose(seen, plain, rtol=1e-2)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "bert", "t5", "falcon-multi-query", "falcon-groups"],
+    [
+        "gpt2",
+        "llama",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gpt_neox",
+        "opt",
+        "bert",
+        "t5",
+        "falcon-multi-query",
+        "falcon-groups",
+    ],
 )
 def test_weights_are_those_of_eager_attention(family, padded):
     model = family_model(family).eval()
@@ -236,12 +327,16 @@ def test_weights_are_those_of_eager_attention(family, padded):
     make_eager(model)
     outputs = model(**inputs, output_attentions=True)
     if family == "t5":
-        decoder = [w for pair in zip(outputs.decoder_attentions, outputs.cross_attentions) for w in pair]
+        decoder = [
+            w for pair in zip(outputs.decoder_attentions, outputs.cross_attentions) for w in pair
+        ]
         expected = [*outputs.encoder_attentions, *decoder]
     else:
         expected = outputs.attentions
     for call, weights in zip(calls, expected, strict=True):
-        torch.testing.assert_close(call.weights(), weights, rtol=1e-5, atol=1e-7, check_dtype=False)  # theirs are in float32
+        torch.testing.assert_close(
+            call.weights(), weights, rtol=1e-5, atol=1e-7, check_dtype=False
+        )  # theirs are in float32
 
 
 def test_left_padding_is_seen():
@@ -254,12 +349,17 @@ def test_left_padding_is_seen():
     for call in calls:
         torch.testing.assert_close(mixed_values(call), call.output)
         allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & mask[:, None, None].bool()
-        assert torch.equal(call.weights()[:, :, 2:] > 0, allowed[:, :, 2:].expand(-1, HEADS, -1, -1))
+        assert torch.equal(
+            call.weights()[:, :, 2:] > 0, allowed[:, :, 2:].expand(-1, HEADS, -1, -1)
+        )
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "additive", "padding", "causal"])
 def test_weights_are_those_that_torch_returns(mask):
-    model, x = seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True), normal(BATCH, LENGTH, WIDTH)
+    model, x = (
+        seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True),
+        normal(BATCH, LENGTH, WIDTH),
+    )
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     padding[0, -2:] = True
@@ -317,7 +417,9 @@ def test_call_is_seen_however_it_is_written(attend):
 
 def test_query_that_may_attend_to_nothing_has_zeros():
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1)
-    model = seeded(Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    model = seeded(
+        Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    )
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
     weights = calls[0].weights()
@@ -339,7 +441,10 @@ def test_weights_are_at_least_float32(autocast):
 
 @pytest.mark.parametrize("index", [(slice(None), 0), (0, 0)], ids=["batch", "no batch"])
 def test_queries_without_heads(index):
-    model = seeded(Attention, lambda *qkv: qkv[0] + scaled_dot_product_attention(*(t[index] for t in qkv)).mean())
+    model = seeded(
+        Attention,
+        lambda *qkv: qkv[0] + scaled_dot_product_attention(*(t[index] for t in qkv)).mean(),
+    )
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
     assert calls[0].query.shape == normal(BATCH, HEADS, LENGTH, WIDTH // HEADS)[index].shape
@@ -364,7 +469,10 @@ class Projections(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x):
-        return tuple(p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return tuple(
+            p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
 
 
 class Mixer(nn.Module):
@@ -393,7 +501,10 @@ def test_projections_below_the_caller_are_no_unseen_attention():
 
 
 def test_calls_outside_of_the_model_are_not_its_own():
-    model, other = seeded(Attention, F.scaled_dot_product_attention), seeded(Attention, F.scaled_dot_product_attention)
+    model, other = (
+        seeded(Attention, F.scaled_dot_product_attention),
+        seeded(Attention, F.scaled_dot_product_attention),
+    )
     x = normal(BATCH, LENGTH, WIDTH)
     with capture_attention(model) as calls:
         other(x)
@@ -419,25 +530,36 @@ def test_contexts_nest():
 def test_model_without_forward_raises():
     model = family_model("nanogpt")
     with (
-        pytest.raises(ValueError, match=r"'h\.0\.attn' \(SelfAttention\).*did not run inside.*Run a forward pass"),
+        pytest.raises(
+            ValueError,
+            match=r"'h\.0\.attn' \(SelfAttention\).*did not run inside.*Run a forward pass",
+        ),
         capture_attention(model),
     ):
         pass
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "opt", "falcon-plain", "lora-llama"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "bert", "t5", "opt", "falcon-plain", "lora-llama"]
+)
 def test_eager_attention_of_transformers_raises(family):
     model = family_model(family)
     make_eager(model.base_model.model if family == "lora-llama" else model)
     first = CALLS[family][0].replace(".", r"\.")
-    with pytest.raises(ValueError, match=rf"attention of '{first}'.*attn_implementation=\"sdpa\""), capture_attention(model):
+    with (
+        pytest.raises(ValueError, match=rf"attention of '{first}'.*attn_implementation=\"sdpa\""),
+        capture_attention(model),
+    ):
         loss_of(family, model)
 
 
 def test_bloom_raises_kindly():
     model = family_model("bloom")
     names = r"'transformer\.h\.0\.self_attention' \(BloomAttention\), 'transformer\.h\.1\.self_attention' \(BloomAttention\)"
-    with pytest.raises(ValueError, match=rf"{names}.*only eager.*Bloom, cannot be captured"), capture_attention(model):
+    with (
+        pytest.raises(ValueError, match=rf"{names}.*only eager.*Bloom, cannot be captured"),
+        capture_attention(model),
+    ):
         loss_of("bloom", model)
 
 
@@ -445,7 +567,9 @@ def test_timm_without_fused_attention_raises():
     model = seeded(timm_vit)
     model.blocks[1].attn.fused_attn = False
     with (
-        pytest.raises(ValueError, match=r"attention of 'blocks\.1\.attn' \(Attention\): .*fused_attn=True"),
+        pytest.raises(
+            ValueError, match=r"attention of 'blocks\.1\.attn' \(Attention\): .*fused_attn=True"
+        ),
         capture_attention(model),
     ):
         loss_of("timm_vit", model)
@@ -466,13 +590,17 @@ def test_torch_attention_that_returns_weights_raises_even_once(eager_turn):
 
 def test_eager_attention_of_own_code_raises():
     model = nn.Sequential(*(seeded(Attention, eager) for _ in range(5)))
-    message = r"'2' \(Attention\) and 2 more: .*\. To change that, [^;]* in the code of these modules\.$"
+    message = (
+        r"'2' \(Attention\) and 2 more: .*\. To change that, [^;]* in the code of these modules\.$"
+    )
     with pytest.raises(ValueError, match=message), capture_attention(model):
         model(normal(BATCH, LENGTH, WIDTH))
 
 
 def test_unseen_attention_can_be_allowed():
-    model = nn.Sequential(seeded(Attention, eager), seeded(Attention, F.scaled_dot_product_attention))
+    model = nn.Sequential(
+        seeded(Attention, eager), seeded(Attention, F.scaled_dot_product_attention)
+    )
     with capture_attention(model, allow_unseen=True) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
     assert [call.module for call in calls] == ["1"]
@@ -523,9 +651,15 @@ def test_nothing_is_left_behind(family, fastpath):
 
 
 def test_nothing_is_left_behind_after_an_exception():
-    model, x = seeded(nn.TransformerDecoderLayer, WIDTH, HEADS, batch_first=True), normal(BATCH, LENGTH, WIDTH)
+    model, x = (
+        seeded(nn.TransformerDecoderLayer, WIDTH, HEADS, batch_first=True),
+        normal(BATCH, LENGTH, WIDTH),
+    )
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="attn_mask"), capture_attention(model):  # and not that nothing was seen
+    with (
+        pytest.raises(RuntimeError, match="attn_mask"),
+        capture_attention(model),
+    ):  # and not that nothing was seen
         model(x, x, memory_mask=torch.zeros(2, 3, dtype=torch.float64))
     assert snapshot(model) == before
 
@@ -548,7 +682,10 @@ class Careful(nn.Module):
 
 @pytest.mark.parametrize("in_hook", [False, True])
 def test_exception_inside_does_not_confuse_the_names(in_hook):
-    model, x = nn.Sequential(seeded(Careful), seeded(Attention, F.scaled_dot_product_attention)), normal(BATCH, LENGTH, WIDTH)
+    model, x = (
+        nn.Sequential(seeded(Careful), seeded(Attention, F.scaled_dot_product_attention)),
+        normal(BATCH, LENGTH, WIDTH),
+    )
     if in_hook:
         model[0].attention.register_forward_pre_hook(model[0].fail)
     with capture_attention(model) as calls:
@@ -584,7 +721,9 @@ def test_loss_and_gradients_are_the_same_bit_by_bit(family):
 
 
 def test_dropout_is_recorded_and_draws_the_same_numbers():
-    model = seeded(Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25))
+    model = seeded(
+        Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+    )
     x = normal(BATCH, LENGTH, WIDTH)
     torch.manual_seed(1)
     plain = model(x)
@@ -602,7 +741,9 @@ def test_gradients_at_the_tensors_of_a_call(family):
     with capture_attention(model) as calls:
         loss = loss_of(family, model)
     for call in calls:
-        inputs = [t for t in (call.query, call.key, call.value) if t.requires_grad]  # LoRA leaves the first keys frozen
+        inputs = [
+            t for t in (call.query, call.key, call.value) if t.requires_grad
+        ]  # LoRA leaves the first keys frozen
         *gradients, at_output = torch.autograd.grad(loss, [*inputs, call.output], retain_graph=True)
         chained = torch.autograd.grad(call.output, inputs, at_output, retain_graph=True)
         assert call.query.requires_grad
@@ -624,7 +765,11 @@ def test_inference_fast_path_is_seen(padded):
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         fast = []
         native = torch._transformer_encoder_layer_fwd
-        patch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a, **k: (fast.append(1), native(*a, **k))[1])
+        patch.setattr(
+            torch,
+            "_transformer_encoder_layer_fwd",
+            lambda *a, **k: (fast.append(1), native(*a, **k))[1],
+        )
         expected = model(x, **options)
         assert len(fast) == 2  # or else there is nothing to test
         with capture_attention(model) as calls:
@@ -638,7 +783,10 @@ def test_inference_fast_path_is_seen(padded):
 
 
 def test_fast_path_of_attention_alone_is_seen():
-    model, x = seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True).eval(), normal(BATCH, LENGTH, WIDTH)
+    model, x = (
+        seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True).eval(),
+        normal(BATCH, LENGTH, WIDTH),
+    )
     with torch.no_grad(), capture_attention(model) as calls:
         model(x, x, x, need_weights=False)
     assert_consistent(calls[0])
@@ -663,7 +811,9 @@ def test_compiled_model_is_seen_and_not_compiled_again(in_place):
     assert before > 0
     with capture_attention(model) as calls:
         captured = loss_of("nanogpt", model)
-    assert [call.module for call in calls] == [f"{'' if in_place else '_orig_mod.'}h.{i}.attn" for i in range(2)]
+    assert [call.module for call in calls] == [
+        f"{'' if in_place else '_orig_mod.'}h.{i}.attn" for i in range(2)
+    ]
     torch.testing.assert_close(captured, loss)
     assert torch.autograd.grad(captured, calls[0].query)[0].count_nonzero()
     loss_of("nanogpt", model)

@@ -9,14 +9,33 @@ import torch.nn.functional as F
 from torch import nn
 
 from blockopt import find_blocks
-from blockopt.curvature import along_update, analytic, directional, gauss_newton, gradient, hutchinson, newton, power_law
+from blockopt.curvature import (
+    along_update,
+    analytic,
+    directional,
+    gauss_newton,
+    gradient,
+    hutchinson,
+    newton,
+    power_law,
+)
 from blockopt.measure.closures import undisturbed
-from tests.helpers.dense_hessians import Attention, assert_means, build, language_loss, tokens_of, trainable
+from tests.helpers.dense_hessians import (
+    Attention,
+    assert_means,
+    build,
+    language_loss,
+    tokens_of,
+    trainable,
+)
 
 
 def with_update(estimator, **options):
     def estimate(model, losses, **others):
-        update = {n: -0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p) for n, p in trainable(model).items()}
+        update = {
+            n: -0.01 * (torch.arange(p.numel(), dtype=p.dtype) + 1).sin().view_as(p)
+            for n, p in trainable(model).items()
+        }
         return estimator(model, losses, update, **options, **others)
 
     return estimate
@@ -35,14 +54,19 @@ all_estimators = pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.fixture
 def rows():
     """A model of which each weight sees one row of data: all estimators are exact, whatever they draw."""
-    model, x = nn.Linear(7, 1, bias=False, dtype=torch.float64), torch.linspace(1, 3, 7, dtype=torch.float64).diag()
+    model, x = (
+        nn.Linear(7, 1, bias=False, dtype=torch.float64),
+        torch.linspace(1, 3, 7, dtype=torch.float64).diag(),
+    )
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 7))
     blocks = find_blocks(model)
 
     def batch(start, stop, tokens=None):
         def loss():
-            value = F.mse_loss(model(x[start:stop]), torch.ones(stop - start, 1, dtype=torch.float64))
+            value = F.mse_loss(
+                model(x[start:stop]), torch.ones(stop - start, 1, dtype=torch.float64)
+            )
             return value if tokens is None else (value, tokens)
 
         return loss
@@ -55,13 +79,21 @@ def test_batches_are_weighted_by_tokens(name, rows):
     model, blocks, batch = rows
     estimate = ESTIMATORS[name]
     whole = estimate(model, batch(0, 7), blocks=blocks)
-    assert_means(estimate(model, [batch(0, 2, 2), batch(2, 7, torch.tensor(5))], blocks=blocks), whole)
+    assert_means(
+        estimate(model, [batch(0, 2, 2), batch(2, 7, torch.tensor(5))], blocks=blocks), whole
+    )
     assert_means(estimate(model, iter([batch(0, 2, 4), batch(2, 7, 10)]), blocks=blocks), whole)
     assert_means(estimate(model, (batch(0, 7, 3),), blocks=blocks), whole)
     alike = estimate(model, [batch(0, 2), batch(2, 7)], blocks=blocks)
     assert not torch.allclose(alike["weight"], whole["weight"], rtol=1e-2)
     if name != "newton":  # which is no mean
-        mean = sum(estimate(model, batch(*bounds), blocks=blocks)["weight"] for bounds in ((0, 2), (2, 7))) / 2
+        mean = (
+            sum(
+                estimate(model, batch(*bounds), blocks=blocks)["weight"]
+                for bounds in ((0, 2), (2, 7))
+            )
+            / 2
+        )
         torch.testing.assert_close(alike["weight"], mean)
 
 
@@ -72,10 +104,16 @@ def test_analytic_of_two_batches_is_that_of_both_together(part):
     targets[0, 1:] = -100  # 17 of 20 count
 
     def batch(rows, number):
-        return lambda: (F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()), number)
+        return lambda: (
+            F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()),
+            number,
+        )
 
     whole = analytic(model, batch(slice(5), 1), part=part, num_probes=None)
-    assert_means(analytic(model, [batch(slice(2), 5), batch(slice(2, 5), 12)], part=part, num_probes=None), whole)
+    assert_means(
+        analytic(model, [batch(slice(2), 5), batch(slice(2, 5), 12)], part=part, num_probes=None),
+        whole,
+    )
 
 
 def test_along_update_of_two_batches_is_that_of_both_together():
@@ -84,10 +122,15 @@ def test_along_update_of_two_batches_is_that_of_both_together():
     update = {n: torch.ones_like(p) for n, p in trainable(model).items()}
 
     def batch(rows, number):
-        return lambda: (F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()), number)
+        return lambda: (
+            F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()),
+            number,
+        )
 
     whole = along_update(model, batch(slice(5), 1), update, matrix_by="role")
-    parts = along_update(model, [batch(slice(2), 2), batch(slice(2, 5), 3)], update, matrix_by="role")
+    parts = along_update(
+        model, [batch(slice(2), 2), batch(slice(2, 5), 3)], update, matrix_by="role"
+    )
     for kind in ("slope", "row_sum", "square"):
         assert_means(getattr(parts, kind), getattr(whole, kind))
     torch.testing.assert_close(parts.matrix, whole.matrix, rtol=1e-10, atol=1e-12)
@@ -107,7 +150,9 @@ def test_every_batch_has_draws_of_its_own(name):
 def test_wrong_batches(name, rows):
     model, blocks, batch = rows
     estimate = ESTIMATORS[name]
-    with pytest.raises(ValueError, match="Some loss closures returned a number of tokens and some did not"):
+    with pytest.raises(
+        ValueError, match="Some loss closures returned a number of tokens and some did not"
+    ):
         estimate(model, [batch(0, 2, 2), batch(2, 7)], blocks=blocks)
     with pytest.raises(ValueError, match="no closure"):
         estimate(model, [], blocks=blocks)
@@ -145,7 +190,10 @@ def test_wrong_blocks(name):
     model = build(layers=1)
     blocks = find_blocks(model)
     loss = language_loss(model)
-    for wrong in (blocks | {"other": blocks["head.bias"]}, {n: b for n, b in blocks.items() if n != "head.bias"}):
+    for wrong in (
+        blocks | {"other": blocks["head.bias"]},
+        {n: b for n, b in blocks.items() if n != "head.bias"},
+    ):
         with pytest.raises(ValueError, match=r"Invalid blocks: \['(other|head.bias)'\]"):
             ESTIMATORS[name](model, loss, blocks=wrong)
     with pytest.raises(ValueError, match="They must cover all of them"):
@@ -164,7 +212,9 @@ def test_wrong_numbers_of_probes(name, number):
 
 
 def test_wrong_part():
-    with pytest.raises(ValueError, match=r"Invalid part='all'. Must be 'outer', 'functional' or 'full'"):
+    with pytest.raises(
+        ValueError, match=r"Invalid part='all'. Must be 'outer', 'functional' or 'full'"
+    ):
         analytic(build(), lambda: None, part="all")
 
 
@@ -212,7 +262,10 @@ def state(model):
         "random": torch.get_rng_state(),
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "global hooks": [torch.tensor(len(torch.nn.modules.module._global_forward_pre_hooks))],
-        "modules": [torch.tensor(torch.is_grad_enabled()), torch.tensor(torch.backends.mha.get_fastpath_enabled())],
+        "modules": [
+            torch.tensor(torch.is_grad_enabled()),
+            torch.tensor(torch.backends.mha.get_fastpath_enabled()),
+        ],
     }
 
 
@@ -232,7 +285,9 @@ def test_leaves_no_trace(name, restless):
     model.dropout.p = 0.0
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e9)
-    again = ESTIMATORS[name](model.eval(), loss)  # evaluation mode, whatever dropout, seed and gradients there are
+    again = ESTIMATORS[name](
+        model.eval(), loss
+    )  # evaluation mode, whatever dropout, seed and gradients there are
     assert all(torch.equal(found[n], again[n]) for n in found)
 
 
@@ -252,7 +307,9 @@ def test_leaves_no_trace_after_an_exception(name, when, restless):
     assert_same_state(before, state(model))
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("secant", "newton")])  # they move the weights
+@pytest.mark.parametrize(
+    "name", [name for name in ESTIMATORS if name not in ("secant", "newton")]
+)  # they move the weights
 def test_between_forward_and_backward(name, restless):
     """Buffers that a waiting backward pass needs are not written to."""
     model, loss = restless
@@ -261,7 +318,9 @@ def test_between_forward_and_backward(name, restless):
 
     def pure():  # one that counts no calls
         x = model.embedding(tokens)
-        return F.cross_entropy(model.head(model.norm((x + model.attention(x)).flatten(0, 1))), targets.flatten())
+        return F.cross_entropy(
+            model.head(model.norm((x + model.attention(x)).flatten(0, 1))), targets.flatten()
+        )
 
     ESTIMATORS[name](model, pure)
     waiting.backward()

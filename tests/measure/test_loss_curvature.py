@@ -16,7 +16,10 @@ def normal(*shape, seed=0):
 
 
 ROWS, IMAGE, ONE = normal(6, 4), normal(2, 4, 3), normal(4)
-LABELS, PIXELS = torch.tensor([0, 1, 2, 3, 1, 0]), torch.tensor([[3, 1], [0, 2], [1, 1]]).T  # not contiguous
+LABELS, PIXELS = (
+    torch.tensor([0, 1, 2, 3, 1, 0]),
+    torch.tensor([[3, 1], [0, 2], [1, 1]]).T,
+)  # not contiguous
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
 SOFT = normal(6, 4, seed=1).abs()  # rows need not add up to 1
 CROSS_ENTROPY = {
@@ -29,29 +32,60 @@ CROSS_ENTROPY = {
     "weights": (ROWS, lambda p: F.cross_entropy(p, LABELS, weight=WEIGHT)),
     "weights, ignored": (ROWS, lambda p: F.cross_entropy(p, LABELS, weight=WEIGHT, ignore_index=1)),
     "smoothed": (ROWS, lambda p: F.cross_entropy(p, LABELS, label_smoothing=0.2)),
-    "smoothed, ignored": (ROWS, lambda p: F.cross_entropy(p, LABELS, label_smoothing=0.2, ignore_index=1)),
-    "smoothed, weights": (ROWS, lambda p: F.cross_entropy(p, LABELS, weight=WEIGHT, label_smoothing=0.2)),
-    "all": (ROWS, lambda p: F.cross_entropy(p, LABELS, weight=WEIGHT, label_smoothing=0.2, ignore_index=1, reduction="sum")),
+    "smoothed, ignored": (
+        ROWS,
+        lambda p: F.cross_entropy(p, LABELS, label_smoothing=0.2, ignore_index=1),
+    ),
+    "smoothed, weights": (
+        ROWS,
+        lambda p: F.cross_entropy(p, LABELS, weight=WEIGHT, label_smoothing=0.2),
+    ),
+    "all": (
+        ROWS,
+        lambda p: F.cross_entropy(
+            p, LABELS, weight=WEIGHT, label_smoothing=0.2, ignore_index=1, reduction="sum"
+        ),
+    ),
     "soft": (ROWS, lambda p: F.cross_entropy(p, SOFT)),
     "soft, weights": (ROWS, lambda p: F.cross_entropy(p, SOFT, weight=WEIGHT)),
-    "soft, smoothed": (ROWS, lambda p: F.cross_entropy(p, SOFT, label_smoothing=0.2, weight=WEIGHT)),
+    "soft, smoothed": (
+        ROWS,
+        lambda p: F.cross_entropy(p, SOFT, label_smoothing=0.2, weight=WEIGHT),
+    ),
     "image": (IMAGE, lambda p: F.cross_entropy(p, PIXELS)),
     "image, weights": (IMAGE, lambda p: F.cross_entropy(p, PIXELS, weight=WEIGHT, ignore_index=2)),
-    "image, none": (IMAGE, lambda p: (F.cross_entropy(p, PIXELS, reduction="none") * normal(2, 3).abs()).sum()),
+    "image, none": (
+        IMAGE,
+        lambda p: (F.cross_entropy(p, PIXELS, reduction="none") * normal(2, 3).abs()).sum(),
+    ),
     "image, soft": (IMAGE, lambda p: F.cross_entropy(p, IMAGE.abs())),
     "no batch": (ONE, lambda p: F.cross_entropy(p, torch.tensor(2))),
     "no batch, soft": (ONE, lambda p: F.cross_entropy(p, SOFT[0])),
     "times a number": (ROWS, lambda p: 3 * F.cross_entropy(p, LABELS)),
-    "two": (ROWS, lambda p: F.cross_entropy(p, LABELS) + 0.5 * F.cross_entropy(p, LABELS.flip(0), reduction="sum")),
+    "two": (
+        ROWS,
+        lambda p: (
+            F.cross_entropy(p, LABELS) + 0.5 * F.cross_entropy(p, LABELS.flip(0), reduction="sum")
+        ),
+    ),
 }
 ELEMENTWISE = {
     "squared": (ROWS, lambda p: F.mse_loss(p, SOFT)),
     "squared, module": (ROWS, lambda p: nn.MSELoss(reduction="sum")(p, SOFT)),
-    "squared, masked": (ROWS, lambda p: (F.mse_loss(p, SOFT, reduction="none") * (SOFT > 0.5)).sum() / 3),
+    "squared, masked": (
+        ROWS,
+        lambda p: (F.mse_loss(p, SOFT, reduction="none") * (SOFT > 0.5)).sum() / 3,
+    ),
     "squared, one": (normal(), lambda p: F.mse_loss(p, torch.ones((), dtype=torch.float64))),
     "binary": (ROWS, lambda p: F.binary_cross_entropy_with_logits(p, SOFT)),
-    "binary, sum": (ROWS, lambda p: 2 * F.binary_cross_entropy_with_logits(p, SOFT, reduction="sum")),
-    "binary, none": (ROWS, lambda p: F.binary_cross_entropy_with_logits(p, SOFT, reduction="none").mean(0) @ WEIGHT),
+    "binary, sum": (
+        ROWS,
+        lambda p: 2 * F.binary_cross_entropy_with_logits(p, SOFT, reduction="sum"),
+    ),
+    "binary, none": (
+        ROWS,
+        lambda p: F.binary_cross_entropy_with_logits(p, SOFT, reduction="none").mean(0) @ WEIGHT,
+    ),
 }
 LOSSES = CROSS_ENTROPY | ELEMENTWISE
 
@@ -72,17 +106,28 @@ def test_factors_sum_to_the_hessian(name):
     prediction, loss_of = LOSSES[name]
     total = 0
     for vectors in curvature_of(prediction, loss_of).factors():
-        flat = sum(v.flatten() for v in vectors)  # the calls share one prediction, and only one vector is not zero
+        flat = sum(
+            v.flatten() for v in vectors
+        )  # the calls share one prediction, and only one vector is not zero
         assert sum(bool(v.any()) for v in vectors) == 1
         total = total + torch.outer(flat, flat)
     torch.testing.assert_close(total, exact(prediction, loss_of), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "soft, smoothed", "image, weights", "two", "squared, masked", "binary, none"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "all", "soft, smoothed", "image, weights", "two", "squared, masked", "binary, none"],
+)
 def test_samples_have_the_hessian_as_their_covariance(name):
     prediction, loss_of = LOSSES[name]
-    curvature, generator, number = curvature_of(prediction, loss_of), torch.Generator().manual_seed(0), 4000
-    draws = torch.stack([sum(v.flatten() for v in curvature.sample(generator)) for _ in range(number)])
+    curvature, generator, number = (
+        curvature_of(prediction, loss_of),
+        torch.Generator().manual_seed(0),
+        4000,
+    )
+    draws = torch.stack(
+        [sum(v.flatten() for v in curvature.sample(generator)) for _ in range(number)]
+    )
     products = draws.unsqueeze(2) * draws.unsqueeze(1)
     errors = (products.mean(0) - exact(prediction, loss_of)).abs()
     deviations = products.std(0) / number**0.5
@@ -92,7 +137,9 @@ def test_samples_have_the_hessian_as_their_covariance(name):
 
 def test_labels_are_drawn_by_their_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20000, 4)
-    curvature = curvature_of(logits, lambda p: F.cross_entropy(p, torch.zeros(20000, dtype=torch.long), reduction="sum"))
+    curvature = curvature_of(
+        logits, lambda p: F.cross_entropy(p, torch.zeros(20000, dtype=torch.long), reduction="sum")
+    )
     (vector,) = curvature.sample(torch.Generator().manual_seed(0))
     p = logits[0].softmax(-1)
     drawn = (p - vector).mean(0)  # p - (p - onehot)
@@ -101,16 +148,22 @@ def test_labels_are_drawn_by_their_probabilities():
 
 
 def test_last_rows_touch_one_row_that_counts():
-    vectors = list(curvature_of(ROWS, lambda p: F.cross_entropy(p, LABELS, ignore_index=0)).last_rows())
+    vectors = list(
+        curvature_of(ROWS, lambda p: F.cross_entropy(p, LABELS, ignore_index=0)).last_rows()
+    )
     assert len(vectors) == 1
-    assert vectors[0][0].ne(0).nonzero()[:, 0].unique().tolist() == [4]  # the labels at 0 and 5 are ignored
+    assert vectors[0][0].ne(0).nonzero()[:, 0].unique().tolist() == [
+        4
+    ]  # the labels at 0 and 5 are ignored
     (elementwise,) = curvature_of(*ELEMENTWISE["squared"]).last_rows()
     assert elementwise[0].nonzero().tolist() == [[5, 3]]
 
 
 def test_low_precision_predictions():
     curvature = curvature_of(ROWS.bfloat16(), lambda p: F.cross_entropy(p, LABELS))
-    assert all(v.dtype == torch.bfloat16 for v in curvature.sample(torch.Generator().manual_seed(0)))
+    assert all(
+        v.dtype == torch.bfloat16 for v in curvature.sample(torch.Generator().manual_seed(0))
+    )
 
 
 @pytest.fixture
@@ -125,10 +178,13 @@ INPUTS = normal(6, 3)
 class TestRefusals:
     def test_loss_that_is_not_seen(self, estimator, model):
         with pytest.raises(
-            ValueError, match=r"Saw no call of F.cross_entropy.*'newton', 'secant', 'directional' and 'hutchinson'"
+            ValueError,
+            match=r"Saw no call of F.cross_entropy.*'newton', 'secant', 'directional' and 'hutchinson'",
         ):
             estimator(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())
-        hutchinson(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())  # as the message says
+        hutchinson(
+            model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean()
+        )  # as the message says
 
     def test_loss_that_is_seen_but_not_used(self, estimator, model):
         def loss():
@@ -140,7 +196,12 @@ class TestRefusals:
 
     def test_negative_sign(self, estimator, model):
         with pytest.raises(ValueError, match="negative sign"):
-            estimator(model, lambda: 2.0 * F.cross_entropy(model(INPUTS), LABELS) - F.mse_loss(model(INPUTS), SOFT))
+            estimator(
+                model,
+                lambda: (
+                    2.0 * F.cross_entropy(model(INPUTS), LABELS) - F.mse_loss(model(INPUTS), SOFT)
+                ),
+            )
 
     def test_target_that_depends_on_parameters(self, estimator, model):
         with pytest.raises(ValueError, match="detach it"):
@@ -148,7 +209,10 @@ class TestRefusals:
 
     def test_weighted_elementwise(self, estimator, model):
         with pytest.raises(ValueError, match="is weighted"):
-            estimator(model, lambda: F.binary_cross_entropy_with_logits(model(INPUTS), SOFT, pos_weight=WEIGHT))
+            estimator(
+                model,
+                lambda: F.binary_cross_entropy_with_logits(model(INPUTS), SOFT, pos_weight=WEIGHT),
+            )
 
     def test_broadcast_target(self, estimator, model):
         def loss():
@@ -174,5 +238,7 @@ class TestRefusals:
 
         with pytest.warns(UserWarning, match="left out of Gauss-Newton"):
             found = estimator(model, lambda: loss(1.0))
-        small = estimator(model, lambda: loss(1e-4))  # such as the balance of a mixture of experts: no warning
+        small = estimator(
+            model, lambda: loss(1e-4)
+        )  # such as the balance of a mixture of experts: no warning
         torch.testing.assert_close(found["weight"], small["weight"])

@@ -6,13 +6,22 @@ import pytest
 from accelerate import Accelerator
 
 import blockopt
-from tests.helpers.optimizers import OPTIMIZERS, assert_same_weights, random_scales, tiny_gpt, token_loss
+from tests.helpers.optimizers import (
+    OPTIMIZERS,
+    assert_same_weights,
+    random_scales,
+    tiny_gpt,
+    token_loss,
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_prepared_optimizer_equals_plain(name, tmp_path):
     plain, prepared = tiny_gpt(), tiny_gpt()
-    a, b = OPTIMIZERS[name](blockopt.param_groups(plain)), OPTIMIZERS[name](blockopt.param_groups(prepared))
+    a, b = (
+        OPTIMIZERS[name](blockopt.param_groups(plain)),
+        OPTIMIZERS[name](blockopt.param_groups(prepared)),
+    )
     a.set_block_scales(random_scales(a))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(prepared, b)

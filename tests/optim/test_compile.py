@@ -4,14 +4,25 @@ import pytest
 import torch
 
 import blockopt
-from tests.helpers.optimizers import OPTIMIZERS, assert_same_weights, random_gradients, random_scales, set_gradients, tiny_gpt
+from tests.helpers.optimizers import (
+    OPTIMIZERS,
+    assert_same_weights,
+    random_gradients,
+    random_scales,
+    set_gradients,
+    tiny_gpt,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compiled_step_equals_eager_and_scales_do_not_recompile(name, monkeypatch):
-    monkeypatch.setattr("blockopt.optim.muon.CPU_DTYPE", torch.float32)  # bfloat16 would round differently where it is fused
+    monkeypatch.setattr(
+        "blockopt.optim.muon.CPU_DTYPE", torch.float32
+    )  # bfloat16 would round differently where it is fused
     torch._dynamo.reset()
     eager, compiled = tiny_gpt(), tiny_gpt()
     a = OPTIMIZERS[name](blockopt.param_groups(eager), lr=torch.tensor(1e-2))
@@ -53,7 +64,9 @@ def test_compiled_kernels_equal_the_eager_update(second_moment, monkeypatch):
     eager, compiled = tiny_gpt(), tiny_gpt()
     for model, kernels in ((eager, False), (compiled, True)):
         groups = blockopt.param_groups(model)
-        optimizer = blockopt.BlockAdamW(groups, lr=1e-2, second_moment=second_moment, compiled=kernels)
+        optimizer = blockopt.BlockAdamW(
+            groups, lr=1e-2, second_moment=second_moment, compiled=kernels
+        )
         optimizer.set_block_scales(random_scales(optimizer))
         for turn in range(4):
             for group in optimizer.param_groups:

@@ -81,7 +81,9 @@ def test_schedule_and_scales_commute(make):
     """A schedule writes group["lr"] only, scales are set at any time, and the step is their product."""
     first, second = tiny_gpt(), tiny_gpt()
     a, b = make(blockopt.param_groups(first)), make(blockopt.param_groups(second))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(a, max_lr=1e-2, total_steps=6, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        a, max_lr=1e-2, total_steps=6, cycle_momentum=False
+    )
     rates = []
     a.set_block_scales(random_scales(a))
     for step in range(5):
@@ -122,7 +124,10 @@ def test_parameters_without_gradient_stay(make):
             model.ln_f.bias.grad = None
         before = model.h[0].mlp.c_fc.weight.detach().clone(), model.ln_f.bias.detach().clone()
         optimizer.step()
-        moved = not torch.equal(before[0], model.h[0].mlp.c_fc.weight), not torch.equal(before[1], model.ln_f.bias)
+        moved = (
+            not torch.equal(before[0], model.h[0].mlp.c_fc.weight),
+            not torch.equal(before[1], model.ln_f.bias),
+        )
         assert moved == (step == 1, step == 1)
 
 
@@ -216,7 +221,11 @@ def test_groups_hold_plain_data_only(make):
     def plain(value):
         if isinstance(value, (list, tuple)):
             return type(value) in (list, tuple) and all(map(plain, value))
-        return value is None or type(value) in (str, int, float, bool) or isinstance(value, torch.dtype)
+        return (
+            value is None
+            or type(value) in (str, int, float, bool)
+            or isinstance(value, torch.dtype)
+        )
 
     for group in optimizer.state_dict()["param_groups"]:
         assert all(plain(value) for value in group.values()), group
@@ -257,11 +266,19 @@ def test_learning_rate_ruined_by_a_schedule_is_refused(make):
 @pytest.mark.parametrize(
     ("build", "options", "match"),
     [
-        (blockopt.BlockAdamW, {"betas": (1.0, 0.9)}, r"Invalid betas\[0\]=1.0. Must be in \[0, 1.0\)"),
+        (
+            blockopt.BlockAdamW,
+            {"betas": (1.0, 0.9)},
+            r"Invalid betas\[0\]=1.0. Must be in \[0, 1.0\)",
+        ),
         (blockopt.BlockAdamW, {"betas": (0.9, math.nan)}, r"Invalid betas\[1\]=nan"),
         (blockopt.BlockAdamW, {"eps": -1.0}, "Invalid eps"),
         (blockopt.BlockAdamW, {"weight_decay": math.inf}, "Invalid weight_decay"),
-        (blockopt.BlockAdamW, {"second_moment": "row"}, "Invalid second_moment='row'. Must be one of 'coordinate', 'block'"),
+        (
+            blockopt.BlockAdamW,
+            {"second_moment": "row"},
+            "Invalid second_moment='row'. Must be one of 'coordinate', 'block'",
+        ),
         (blockopt.BlockAdamW, {"momentum_dtype": torch.float16}, "Invalid momentum_dtype"),
         (blockopt.BlockAdamW, {"nonfinite": "ignore"}, "Invalid nonfinite='ignore'"),
         (blockopt.BlockSGD, {"momentum": 1.5}, "Invalid momentum"),
@@ -294,7 +311,9 @@ def test_nonfinite_gradient_changes_nothing(make, place, value):
         gradients[place].view(-1)[-1] = value
         set_gradients(model, gradients)
         if attempt == 0:
-            with pytest.warns(UserWarning, match=f"Non-finite gradient in 1 of .* parameters .{place}"):
+            with pytest.warns(
+                UserWarning, match=f"Non-finite gradient in 1 of .* parameters .{place}"
+            ):
                 a.step()
         else:
             a.step()
@@ -313,7 +332,10 @@ def test_nonfinite_gradient_changes_nothing(make, place, value):
 
 def test_scale_zero_freezes_a_head_and_one_changes_nothing(make):
     model, plain = tiny_gpt(), tiny_gpt()
-    a, b = make(blockopt.param_groups(model, weight_decay=0.0)), make(blockopt.param_groups(plain, weight_decay=0.0))
+    a, b = (
+        make(blockopt.param_groups(model, weight_decay=0.0)),
+        make(blockopt.param_groups(plain, weight_decay=0.0)),
+    )
     name = "h.0.attn.c_attn.weight"
     scale = torch.ones(6)
     scale[3] = 0.0  # key of the second head
@@ -326,15 +348,25 @@ def test_scale_zero_freezes_a_head_and_one_changes_nothing(make):
     moved = dict(model.named_parameters())[name]
     assert torch.equal(moved[frozen], start[frozen])
     others = [i for i in range(48) if not 24 <= i < 32]
-    torch.testing.assert_close(moved[others], dict(plain.named_parameters())[name][others], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        moved[others], dict(plain.named_parameters())[name][others], rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
     ("scales", "error", "match"),
     [
         ({"nowhere": torch.ones(1)}, KeyError, "No parameter 'nowhere'"),
-        ({"ln_f.weight": torch.ones(2)}, ValueError, r"shape \(2,\) for 'ln_f.weight'. Must be \(1,\)"),
-        ({"h.0.attn.c_attn.weight": torch.full((6,), -1.0)}, ValueError, "-1.0. Must be finite and >= 0"),
+        (
+            {"ln_f.weight": torch.ones(2)},
+            ValueError,
+            r"shape \(2,\) for 'ln_f.weight'. Must be \(1,\)",
+        ),
+        (
+            {"h.0.attn.c_attn.weight": torch.full((6,), -1.0)},
+            ValueError,
+            "-1.0. Must be finite and >= 0",
+        ),
         ({"h.0.attn.c_attn.weight": torch.full((6,), math.nan)}, ValueError, "nan. Must be finite"),
     ],
 )
@@ -361,7 +393,13 @@ def test_scales_given_back_are_copies(make):
 
 @pytest.mark.parametrize(
     "options",
-    [{"weight_decay": math.nan}, {"betas": (2.0, 3.0)}, {"eps": -1.0}, {"nonfinite": "ignore"}, {"second_moment": "row"}],
+    [
+        {"weight_decay": math.nan},
+        {"betas": (2.0, 3.0)},
+        {"eps": -1.0},
+        {"nonfinite": "ignore"},
+        {"second_moment": "row"},
+    ],
 )
 def test_bad_options_of_a_group_are_refused_and_it_is_not_added(options):
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()))
@@ -373,7 +411,11 @@ def test_bad_options_of_a_group_are_refused_and_it_is_not_added(options):
 
 def test_weight_decay_of_the_optimizer_reaches_matrices_only():
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()), weight_decay=0.03)
-    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    decays = {
+        name: group["weight_decay"]
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
     assert decays["h.0.mlp.c_fc.weight"] == decays["wte.weight"] == 0.03
     assert decays["ln_f.weight"] == decays["h.0.mlp.c_fc.bias"] == 0.0
 
@@ -385,7 +427,9 @@ def test_checkpoint_that_does_not_fit_is_refused():
     saved = block.state_dict()
     for group in saved["param_groups"]:
         group["second_moment"] = "coordinate"
-    with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'wte\.weight' has shape \(19,\). Must be \(19, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"'exp_avg_sq' of 'wte\.weight' has shape \(19,\). Must be \(19, 16\)"
+    ):
         blockopt.BlockAdamW(blockopt.param_groups(model)).load_state_dict(saved)
     amsgrad = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, amsgrad, range(1))
@@ -401,7 +445,9 @@ def test_state_keeps_its_dtype_behind_a_load_hook():
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     other = blockopt.BlockAdamW([second, first], momentum_dtype=torch.float32)
-    other.register_load_state_dict_pre_hook(lambda _, d: {**d, "state": {0: d["state"][1], 1: d["state"][0]}})
+    other.register_load_state_dict_pre_hook(
+        lambda _, d: {**d, "state": {0: d["state"][1], 1: d["state"][0]}}
+    )
     other.load_state_dict(saved)
     for parameter in (first, second):
         assert other.state[parameter]["exp_avg"].dtype == torch.float32

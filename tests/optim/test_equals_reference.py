@@ -9,7 +9,11 @@ from tests.helpers.reference_optimizers import ReferenceAdamW, ReferenceMuon, Re
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 CASES = {
-    "adamw-coordinate": (blockopt.BlockAdamW, ReferenceAdamW, {**ADAM, "second_moment": "coordinate"}),
+    "adamw-coordinate": (
+        blockopt.BlockAdamW,
+        ReferenceAdamW,
+        {**ADAM, "second_moment": "coordinate"},
+    ),
     "adamw-block": (blockopt.BlockAdamW, ReferenceAdamW, {**ADAM, "second_moment": "block"}),
     "sgd": (blockopt.BlockSGD, ReferenceSGD, {"momentum": 0.9, "nesterov": False}),
     "sgd-nesterov": (blockopt.BlockSGD, ReferenceSGD, {"momentum": 0.9, "nesterov": True}),
@@ -17,7 +21,13 @@ CASES = {
     "muon": (
         blockopt.BlockMuon,
         ReferenceMuon,
-        {**ADAM, "momentum": 0.95, "nesterov": True, "split_heads": False, "second_moment": "coordinate"},
+        {
+            **ADAM,
+            "momentum": 0.95,
+            "nesterov": True,
+            "split_heads": False,
+            "second_moment": "coordinate",
+        },
     ),
     "muon-heads": (
         blockopt.BlockMuon,
@@ -40,7 +50,9 @@ def test_equals_reference(case, scaled, chunk, per_head, monkeypatch):
     blocks = blockopt.find_blocks(model, per_head=per_head)
     groups = blockopt.param_groups(model, blocks, weight_decay=0.1)
     fast = fast_class(groups, lr=1e-2, **options)
-    decays = {name: group["weight_decay"] for group in fast.param_groups for name in group["param_names"]}
+    decays = {
+        name: group["weight_decay"] for group in fast.param_groups for name in group["param_names"]
+    }
     slow = slow_class(dict(model.named_parameters()), blocks, decays, **options)
     if scaled:
         scales = random_scales(fast)

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 import blockopt
-from tests.helpers.optimizers import assert_same_weights, random_gradients, set_gradients, tiny_gpt, train
+from tests.helpers.optimizers import (
+    assert_same_weights,
+    random_gradients,
+    set_gradients,
+    tiny_gpt,
+    train,
+)
 
 
 def run(model, optimizer, steps=6):
@@ -37,7 +43,9 @@ def test_adamw_without_fused_kernel_equals_torch(monkeypatch):
 
 def test_adamw_trains_as_torch_does():
     ours, theirs = tiny_gpt(), tiny_gpt()
-    a = train(ours, blockopt.BlockAdamW(blockopt.param_groups(ours, weight_decay=0.0), lr=3e-3), range(20))
+    a = train(
+        ours, blockopt.BlockAdamW(blockopt.param_groups(ours, weight_decay=0.0), lr=3e-3), range(20)
+    )
     b = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-3, weight_decay=0.0), range(20))
     assert a == pytest.approx(b, rel=1e-4)
     assert a[-1] < a[0]
@@ -87,7 +95,9 @@ def test_muon_equals_torch(nesterov, dtype, monkeypatch):
     run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
         moved, difference = (b - start).norm(), (a - b).norm()
-        assert difference < 2e-2 * moved  # torch iterates in bfloat16, whose relative spacing is 2^-8
+        assert (
+            difference < 2e-2 * moved
+        )  # torch iterates in bfloat16, whose relative spacing is 2^-8
 
 
 def test_muon_update_has_the_root_mean_square_of_adamw():

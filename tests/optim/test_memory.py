@@ -15,7 +15,10 @@ def state_bytes_per_parameter(optimizer):
 
 @pytest.mark.parametrize(
     ("options", "limit"),
-    [({"second_moment": "block"}, 4.1), ({"second_moment": "block", "momentum_dtype": torch.bfloat16}, 2.1)],
+    [
+        ({"second_moment": "block"}, 4.1),
+        ({"second_moment": "block", "momentum_dtype": torch.bfloat16}, 2.1),
+    ],
 )
 def test_block_moment_halves_the_state(options, limit):
     torch.manual_seed(0)

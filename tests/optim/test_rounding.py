@@ -25,7 +25,9 @@ def test_rounds_to_a_neighbour_without_bias():
     upper = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double()
     assert bool(((rounded == lower) | (rounded == upper)).all())
     spread = (upper - lower).abs()
-    z = (rounded.mean(dim=0) - x.double()) / (spread / 2) * STEPS**0.5  # at most 1 standard deviation each
+    z = (
+        (rounded.mean(dim=0) - x.double()) / (spread / 2) * STEPS**0.5
+    )  # at most 1 standard deviation each
     assert z.abs().max() < 4
     assert ((rounded - x).abs() / x.abs()).max() < 2**-7
 
@@ -53,7 +55,9 @@ def test_momentum_in_bfloat16_follows_a_gradient_below_its_spacing(steps):
     """Rounding to nearest would lose a gradient of 1e-3 of the momentum for ever; stochastic rounding does not."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     groups = [{"params": [("w", weight)], "blocks": [(("other",), None, None)]}]
-    optimizer = blockopt.BlockAdamW(groups, betas=(0.999, 0.999), second_moment="block", momentum_dtype=torch.bfloat16)
+    optimizer = blockopt.BlockAdamW(
+        groups, betas=(0.999, 0.999), second_moment="block", momentum_dtype=torch.bfloat16
+    )
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -64,7 +68,9 @@ def test_momentum_in_bfloat16_follows_a_gradient_below_its_spacing(steps):
 def test_momentum_stays_close_to_float32():
     exact, rounded = tiny_gpt(), tiny_gpt()
     a = blockopt.BlockAdamW(blockopt.param_groups(exact), second_moment="block")
-    b = blockopt.BlockAdamW(blockopt.param_groups(rounded), second_moment="block", momentum_dtype=torch.bfloat16)
+    b = blockopt.BlockAdamW(
+        blockopt.param_groups(rounded), second_moment="block", momentum_dtype=torch.bfloat16
+    )
     for step in range(20):
         for model, optimizer in ((exact, a), (rounded, b)):
             set_gradients(model, random_gradients(model, step))

@@ -8,13 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
-from tests.helpers.optimizers import OPTIMIZERS, random_gradients, random_scales, set_gradients, tiny_gpt, token_loss, train
+from tests.helpers.optimizers import (
+    OPTIMIZERS,
+    random_gradients,
+    random_scales,
+    set_gradients,
+    tiny_gpt,
+    token_loss,
+    train,
+)
 
 STEPS = 4
 
@@ -30,7 +41,9 @@ def run(task, *arguments):
 
 
 def _start(rank, port, task, *arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -83,7 +96,11 @@ def one_sharded_equals_whole(name):
     for (n, x), y in zip(model.named_parameters(), plain.parameters()):
         assert isinstance(x, DTensor)
         torch.testing.assert_close(
-            whole(x).detach(), y.detach(), rtol=tolerance, atol=tolerance, msg=lambda t, n=n: f"{name}, {n}: {t}"
+            whole(x).detach(),
+            y.detach(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda t, n=n: f"{name}, {n}: {t}",
         )
 
 
@@ -102,7 +119,11 @@ def sharded_checkpoint(rank):
     other = shard(tiny_gpt(seed=1))
     with torch.no_grad():
         for n, p in other.named_parameters():
-            p.copy_(DTensor.from_local(saved_model[n], p.device_mesh).redistribute(placements=p.placements))
+            p.copy_(
+                DTensor.from_local(saved_model[n], p.device_mesh).redistribute(
+                    placements=p.placements
+                )
+            )
     resumed = OPTIMIZERS["adamw-block"](blockopt.param_groups(other))
     set_optimizer_state_dict(other, resumed, saved)
     assert train(other, resumed, range(STEPS, 2 * STEPS)) == expected
@@ -139,7 +160,9 @@ def one_replicated(rank, name):
     optimizer = scaled_optimizer(name, model)
     plain = tiny_gpt()
     reference = OPTIMIZERS[name](blockopt.param_groups(plain))
-    reference.set_block_scales({n.removeprefix("module."): s for n, s in optimizer.block_scales().items()})
+    reference.set_block_scales(
+        {n.removeprefix("module."): s for n, s in optimizer.block_scales().items()}
+    )
     for step in range(STEPS):
         optimizer.zero_grad()
         token_loss(model, seed=2 * step + rank).backward()

@@ -1,9 +1,10 @@
 """Attention moments and softmax derivatives: the matrices in which the ICLR 2025 paper writes the self-attention Hessian.
 
-Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a theoretical Hessian analysis". Each row of
-the attention matrix A is a distribution over tokens; the Hessian depends on its first three moments. Everything here is for one
-head and one sequence, in the paper's layout (row-major vectorisation), for reading and for checks: `self_attention` computes
-the Hessian without these large matrices.
+Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a theoretical
+Hessian analysis". Each row of the attention matrix A is a distribution over tokens; the Hessian
+depends on its first three moments. Everything here is for one head and one sequence, in the paper's
+layout (row-major vectorisation), for reading and for checks: `self_attention` computes the Hessian
+without these large matrices.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 def attention_moment(A: Tensor, X: Tensor, order: int) -> Tensor:
     """Definition 3.1: the mean (order 1) or a central moment (order 2 or 3) of the tokens under each row of A.
 
-    `M_1 = A X`, `[M_2]_i = Σ_j A_ij x̃ x̃ᵀ` and `[M_3]_i = Σ_j A_ij x̃ ⊗ x̃ x̃ᵀ` with `x̃ = x_j - [M_1]_i`. The paper's flat
-    matrices are `.flatten(0, -2)` of what is returned.
+    `M_1 = A X`, `[M_2]_i = Σ_j A_ij x̃ x̃ᵀ` and `[M_3]_i = Σ_j A_ij x̃ ⊗ x̃ x̃ᵀ` with `x̃ = x_j -
+    [M_1]_i`. The paper's flat matrices are `.flatten(0, -2)` of what is returned.
 
     Args:
         A: Attention weights, (L, L).
@@ -61,20 +62,24 @@ def softmax_row_hessian(row: Tensor) -> Tensor:
     unit = torch.eye(len(row), dtype=row.dtype, device=row.device)
     from_mean = unit - row  # e_j - a
     covariance = torch.diag(row) - torch.outer(row, row)
-    hessian: Tensor = row[:, None, None] * (from_mean[:, :, None] * from_mean[:, None, :] - covariance)
+    hessian: Tensor = row[:, None, None] * (
+        from_mean[:, :, None] * from_mean[:, None, :] - covariance
+    )
     return hessian
 
 
 def softmax_hessian(A: Tensor) -> Tensor:
     """Lemma C.1: `∂²A/∂T²` of the row-wise softmax, (L⁴, L²), block-diagonal with blocks `D_i` of (L³, L).
 
-    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j it is wrong). The paper prints `∂²F`
-    for `∂²A` on the left.
+    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j it is
+    wrong). The paper prints `∂²F` for `∂²A` on the left.
     """
     length = len(A)
     blocks = []
     for i, row in enumerate(A):
-        block = A.new_zeros(length, length, length, length)  # entry j, row of T that is derived by, and its two entries
+        block = A.new_zeros(
+            length, length, length, length
+        )  # entry j, row of T that is derived by, and its two entries
         block[:, i] = softmax_row_hessian(row)
         blocks.append(block.reshape(length**3, length))
     whole: Tensor = torch.block_diag(*blocks)
@@ -90,8 +95,9 @@ def first_data_term(A: Tensor, X: Tensor) -> Tensor:
 def second_data_term(A: Tensor, X: Tensor) -> Tensor:
     """Remark 3.1: `Z_2 = (I ⊗ Xᵀ ⊗ Xᵀ ⊗ Xᵀ) ∂²A/∂T² (X ⊗ X)`, (L d³, d²).
 
-    It is `(I_L ⊗ K_dd ⊗ I_d)` times the row blocks `x_i x_iᵀ ⊗ [M_3]_i`, which is what "X * Xᵀ * M_3" has to mean in the paper
-    for the sizes to fit; its proof prints (L d², d) and ends in "M_3 =" for "Z_2 =".
+    It is `(I_L ⊗ K_dd ⊗ I_d)` times the row blocks `x_i x_iᵀ ⊗ [M_3]_i`, which is what "X * Xᵀ *
+    M_3" has to mean in the paper for the sizes to fit; its proof prints (L d², d) and ends in "M_3
+    =" for "Z_2 =".
     """
     length, width = X.shape
     third = attention_moment(A, X, 3)  # (L, d, d, d)

@@ -4,8 +4,9 @@ With x̂ the normalized token, γ and β the gain and bias of the norm, the quer
 
     (γ∘x̂ + β) W + b = [x̂, 1] W̃        W̃ = [ diag(γ) W ; βᵀ W + bᵀ ]
 
-and so are keys and values. W̃ is linear in each of W, b, γ and β, so derivatives by them come from those by W̃ with ∂W̃/∂(·), and
-the only other term is ∂²W̃ by W and γ or β, contracted with the gradient by W̃.
+and so are keys and values. W̃ is linear in each of W, b, γ and β, so derivatives by them come from
+those by W̃ with ∂W̃/∂(·), and the only other term is ∂²W̃ by W and γ or β, contracted with the
+gradient by W̃.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ class BiasedAttention:
     """Self-attention by roles, with the derivatives of its output.
 
     Args:
-        X: Tokens (B, L, d); with a norm before attention, normalized, but without its gain and bias.
-        weights: "query", "key", "value" (d, dk) or (H, d, dk), and if there are any "output" (dk, d) or (H, dk, d),
-            "query_bias", "key_bias", "value_bias" (dk,) or (H, dk), "output_bias", "first_gain", "first_bias" (d,). Others are
-            not read.
+        X: Tokens (B, L, d); with a norm before attention, normalized, but without its gain and
+            bias.
+        weights: "query", "key", "value" (d, dk) or (H, d, dk), and if there are any "output" (dk,
+            d) or (H, dk, d), "query_bias", "key_bias", "value_bias" (dk,) or (H, dk),
+            "output_bias", "first_gain", "first_bias" (d,). Others are not read.
         mask: See `AttentionMap`.
         scale: See `AttentionMap`.
     """
 
-    def __init__(self, X: Tensor, weights: Mapping[str, Tensor], mask: Tensor | None, scale: float | None) -> None:
+    def __init__(
+        self, X: Tensor, weights: Mapping[str, Tensor], mask: Tensor | None, scale: float | None
+    ) -> None:
         self.roles = tuple(role for role in (*ATTENTION_ROLES, *FIRST_ROLES) if role in weights)
-        self._W = {role: weights[role].unsqueeze(0) if weights[role].ndim == 2 else weights[role] for role in PROJECTIONS}
+        self._W = {
+            role: weights[role].unsqueeze(0) if weights[role].ndim == 2 else weights[role]
+            for role in PROJECTIONS
+        }
         self._check(weights, X.shape[-1])
         self._sizes = {role: weights[role].numel() for role in self.roles}
         gain, bias = weights.get("first_gain"), weights.get("first_bias")
@@ -46,13 +53,18 @@ class BiasedAttention:
         if not plain:
             X = torch.cat([X, torch.ones_like(X[..., :1])], -1)
             last = torch.zeros_like(X[0, 0, :-1]) if bias is None else bias
-            self._fold = torch.cat([torch.diag(torch.ones_like(last) if gain is None else gain), last.unsqueeze(0)])
+            self._fold = torch.cat(
+                [torch.diag(torch.ones_like(last) if gain is None else gain), last.unsqueeze(0)]
+            )
         folded = {role: W if self._fold is None else self._fold @ W for role, W in self._W.items()}
         for role in PROJECTIONS:
             if f"{role}_bias" in weights:
                 folded[role][:, -1] += weights[f"{role}_bias"].reshape(len(self._W[role]), -1)
         self._map = AttentionMap(
-            *(X, folded["query"], folded["key"], folded["value"]), W_U=weights.get("output"), mask=mask, scale=scale
+            *(X, folded["query"], folded["key"], folded["value"]),
+            W_U=weights.get("output"),
+            mask=mask,
+            scale=scale,
         )
         self.output = self._map.output + weights.get("output_bias", 0)
 
@@ -63,7 +75,9 @@ class BiasedAttention:
             identity = torch.eye(width, dtype=self.output.dtype, device=self.output.device)
             return identity.repeat(self.output.numel() // width, 1)
         inner = self._inner(role)
-        return torch.stack([_times(self._map.jacobian(name), matrix) for name, matrix in inner.items()]).sum(0)
+        return torch.stack(
+            [_times(self._map.jacobian(name), matrix) for name, matrix in inner.items()]
+        ).sum(0)
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """Σ g·∂²output by two weights, (n_row, n_column)."""
@@ -91,21 +105,35 @@ class BiasedAttention:
             return {role: torch.block_diag(*[one] * len(self._W[role]))}
         if role.endswith("_bias") and role != "first_bias":
             name = role.removesuffix("_bias")
-            last = torch.cat([torch.zeros_like(identity[0]), torch.ones_like(identity[0, :1])]).unsqueeze(-1)
-            return {name: torch.block_diag(*[torch.kron(last, self._one(name))] * len(self._W[name]))}
-        by_gain, by_bias = torch.diag_embed(identity), identity.unsqueeze(0)  # the rows of fold but the last, and the last
+            last = torch.cat(
+                [torch.zeros_like(identity[0]), torch.ones_like(identity[0, :1])]
+            ).unsqueeze(-1)
+            return {
+                name: torch.block_diag(*[torch.kron(last, self._one(name))] * len(self._W[name]))
+            }
+        by_gain, by_bias = (
+            torch.diag_embed(identity),
+            identity.unsqueeze(0),
+        )  # the rows of fold but the last, and the last
         if role == "first_gain":
             by_bias = torch.zeros_like(by_bias)
         else:
             by_gain = torch.zeros_like(by_gain)
         fold = torch.cat([by_gain, by_bias])  # its derivative, (d + 1, d, d)
-        return {name: torch.einsum("jai,hak->hjki", fold, W).flatten(0, 2) for name, W in self._W.items()}
+        return {
+            name: torch.einsum("jai,hak->hjki", fold, W).flatten(0, 2)
+            for name, W in self._W.items()
+        }
 
     def _products(self, role: str, norm: str, g: Tensor) -> Tensor:
         """Σ gradient by W̃ · ∂²W̃ by W and γ or β, (n, d): row (h, j, k) has its entry in column j."""
         heads, width, size = self._W[role].shape
         gradient = (g.reshape(1, -1) @ self._map.jacobian(role)).reshape(heads, width + 1, size)
-        entries = gradient[:, :-1] if norm == "first_gain" else gradient[:, -1:].expand(heads, width, size)
+        entries = (
+            gradient[:, :-1]
+            if norm == "first_gain"
+            else gradient[:, -1:].expand(heads, width, size)
+        )
         return torch.diag_embed(entries.movedim(1, 2)).movedim(1, 2).flatten(0, 2)
 
     def _one(self, role: str) -> Tensor:
@@ -116,14 +144,24 @@ class BiasedAttention:
         for role in PROJECTIONS:
             if self._W[role].ndim != 3 or self._W[role].shape[1] != width:
                 given = tuple(weights[role].shape)
-                raise ValueError(f"Invalid {role} of shape {given}. Must be ({width}, dk) or (heads, {width}, dk).")
+                raise ValueError(
+                    f"Invalid {role} of shape {given}. Must be ({width}, dk) or (heads, {width}, dk)."
+                )
             bias, heads = weights.get(f"{role}_bias"), self._W[role].shape[0]
-            wanted = (heads, self._W[role].shape[-1]) if weights[role].ndim == 3 else self._W[role].shape[-1:]
+            wanted = (
+                (heads, self._W[role].shape[-1])
+                if weights[role].ndim == 3
+                else self._W[role].shape[-1:]
+            )
             if bias is not None and bias.shape != tuple(wanted):
-                raise ValueError(f"Invalid {role}_bias of shape {tuple(bias.shape)}. Must be {tuple(wanted)} to fit {role}.")
+                raise ValueError(
+                    f"Invalid {role}_bias of shape {tuple(bias.shape)}. Must be {tuple(wanted)} to fit {role}."
+                )
         for role in (*FIRST_ROLES, "output_bias"):
             if role in weights and weights[role].shape != (width,):
-                raise ValueError(f"Invalid {role} of shape {tuple(weights[role].shape)}. Must be ({width},), the width of X.")
+                raise ValueError(
+                    f"Invalid {role} of shape {tuple(weights[role].shape)}. Must be ({width},), the width of X."
+                )
 
 
 def _times(block: Tensor, matrix: Tensor | None) -> Tensor:

@@ -15,7 +15,9 @@ def check_option(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise `ValueError` unless the value is one of those allowed."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+        raise ValueError(
+            f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}."
+        )
 
 
 def check_part(part: str) -> None:
@@ -33,7 +35,9 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` unless all have the dtype, of floating point, and the device of the first, and finite entries."""
     first, reference = next(iter(tensors.items()))
     if not reference.is_floating_point():
-        raise ValueError(f"Invalid {first} of {reference.dtype}. Must be of floating point: {first}.double().")
+        raise ValueError(
+            f"Invalid {first} of {reference.dtype}. Must be of floating point: {first}.double()."
+        )
     for name, tensor in tensors.items():
         if tensor.dtype != reference.dtype or tensor.device != reference.device:
             raise ValueError(
@@ -43,4 +47,6 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if tensor.numel() == 0:
             raise ValueError(f"Invalid {name} of shape {tuple(tensor.shape)}. Must not be empty.")
         if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"Invalid {name}: it has entries that are not finite. Its Hessian would have none either.")
+            raise ValueError(
+                f"Invalid {name}: it has entries that are not finite. Its Hessian would have none either."
+            )

@@ -1,8 +1,9 @@
 """How the norms of Hessian blocks grow with the scale σ of the data, and with which exponents.
 
-Equation 5 of Ormaniec, Dangel and Singh (ICLR 2025): in one softmax attention layer the data enters the blocks with different
-powers, outer query blocks with `X⁶` and the value block with `X²`, so blocks that differ little at σ = 1 differ by orders of
-magnitude at the σ of an embedding. Here such exponents are measured, on any model, and compared with the predicted ones.
+Equation 5 of Ormaniec, Dangel and Singh (ICLR 2025): in one softmax attention layer the data enters
+the blocks with different powers, outer query blocks with `X⁶` and the value block with `X²`, so
+blocks that differ little at σ = 1 differ by orders of magnitude at the σ of an embedding. Here such
+exponents are measured, on any model, and compared with the predicted ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Exponent(NamedTuple):
 
     Attributes:
         value: The exponent, the slope in the log-log plot.
-        standard_error: Of the exponent; NaN where one series of two scales leaves nothing to tell it from.
+        standard_error: Of the exponent; NaN where one series of two scales leaves nothing to tell
+            it from.
         intercept: The logarithm of the norm at σ = 1.
     """
 
@@ -42,10 +44,11 @@ class Exponent(NamedTuple):
 def fit_exponent(scales: Sequence[float] | Tensor, norms: Sequence[float] | Tensor) -> Exponent:
     """The exponent with which norms grow: the slope of a least-squares line through `(log σ, log mean norm)`.
 
-    Of several repeats the mean is taken before the logarithm, as in the paper. The standard error is then that of a jackknife
-    over the repeats, which holds though the scales of one repeat share their random numbers; of a single series it is that of
-    a regression with independent errors. The first tells how far other draws would move the slope, the second how far the
-    points are from a line; neither tells that the law itself holds.
+    Of several repeats the mean is taken before the logarithm, as in the paper. The standard error
+    is then that of a jackknife over the repeats, which holds though the scales of one repeat share
+    their random numbers; of a single series it is that of a regression with independent errors. The
+    first tells how far other draws would move the slope, the second how far the points are from a
+    line; neither tells that the law itself holds.
 
     Args:
         scales: (S,) at least two different ones, positive.
@@ -58,10 +61,19 @@ def fit_exponent(scales: Sequence[float] | Tensor, norms: Sequence[float] | Tens
         >>> fit_exponent([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]).value
         2.0
     """
-    scales, norms = (torch.as_tensor(t, dtype=torch.float64).detach().cpu() for t in (scales, norms))
-    if scales.ndim != 1 or norms.ndim not in (1, 2) or norms.shape[-1] != len(scales) or not norms.numel():
+    scales, norms = (
+        torch.as_tensor(t, dtype=torch.float64).detach().cpu() for t in (scales, norms)
+    )
+    if (
+        scales.ndim != 1
+        or norms.ndim not in (1, 2)
+        or norms.shape[-1] != len(scales)
+        or not norms.numel()
+    ):
         given = f"{tuple(scales.shape)}, {tuple(norms.shape)}"
-        raise ValueError(f"Invalid scales, norms of shapes {given}. Must be (scales,), and (scales,) or (repeats, scales).")
+        raise ValueError(
+            f"Invalid scales, norms of shapes {given}. Must be (scales,), and (scales,) or (repeats, scales)."
+        )
     for what, values in (("scales", scales), ("norms", norms)):
         if not bool((torch.isfinite(values) & (values > 0)).all()):
             raise ValueError(
@@ -70,7 +82,9 @@ def fit_exponent(scales: Sequence[float] | Tensor, norms: Sequence[float] | Tens
     if len(scales.unique()) < 2:
         raise ValueError(f"Invalid scales={scales.tolist()}. Must be at least two different ones.")
     x = scales.log()
-    weights = (x - x.mean()) / (x - x.mean()).square().sum()  # their product with log norms is the slope
+    weights = (x - x.mean()) / (
+        x - x.mean()
+    ).square().sum()  # their product with log norms is the slope
     repeats = norms.reshape(-1, len(x))
     y = repeats.mean(0).log()
     slope = torch.dot(weights, y)
@@ -107,7 +121,8 @@ class Growth:
         """`{label: (S,) standard error of that mean}`, NaN for one repeat."""
         nan = torch.full_like(self.scales, math.nan)
         return {
-            label: values.std(0) / math.sqrt(len(values)) if len(values) > 1 else nan for label, values in self.norms.items()
+            label: values.std(0) / math.sqrt(len(values)) if len(values) > 1 else nan
+            for label, values in self.norms.items()
         }
 
     def exponents(self, low: float = 0.0, high: float = math.inf) -> dict[str, Exponent]:
@@ -124,23 +139,52 @@ class Growth:
 
     def local_slopes(self) -> dict[str, Tensor]:
         """`{label: (S - 1,) slopes between neighbouring scales}` of the means: constant where a power law holds."""
-        return {label: values.log().diff() / self.scales.log().diff() for label, values in self.mean().items()}
+        return {
+            label: values.log().diff() / self.scales.log().diff()
+            for label, values in self.mean().items()
+        }
 
-    def differences(self, predicted: Mapping[str, float], low: float = 0.0, high: float = math.inf) -> dict[str, float]:
+    def differences(
+        self, predicted: Mapping[str, float], low: float = 0.0, high: float = math.inf
+    ) -> dict[str, float]:
         """The measured minus the predicted exponent of each label that has both."""
-        return {k: e.value - predicted[k] for k, e in self.exponents(low, high).items() if k in predicted}
+        return {
+            k: e.value - predicted[k]
+            for k, e in self.exponents(low, high).items()
+            if k in predicted
+        }
 
-    def table(self, predicted: Mapping[str, float] | None = None, low: float = 0.0, high: float = math.inf) -> str:
+    def table(
+        self, predicted: Mapping[str, float] | None = None, low: float = 0.0, high: float = math.inf
+    ) -> str:
         """One line a label: the mean norms at both ends of the range, the exponent with its error, and the predicted one."""
         found, means, chosen = self.exponents(low, high), self.mean(), self._range(low, high)
         ends = self.scales[chosen][[0, -1]].tolist()
-        rows = [["label", *(f"σ={end:g}" for end in ends), "exponent", "error", *(["predicted"] if predicted else [])]]
+        rows = [
+            [
+                "label",
+                *(f"σ={end:g}" for end in ends),
+                "exponent",
+                "error",
+                *(["predicted"] if predicted else []),
+            ]
+        ]
         for label, values in means.items():
             row = [label, *(f"{value:.3g}" for value in values[chosen][[0, -1]].tolist())]
-            row += [f"{found[label].value:.3f}", f"{found[label].standard_error:.2g}"] if label in found else ["-", "-"]
-            rows.append(row + ([f"{predicted[label]:g}" if label in predicted else "-"] if predicted else []))
+            row += (
+                [f"{found[label].value:.3f}", f"{found[label].standard_error:.2g}"]
+                if label in found
+                else ["-", "-"]
+            )
+            rows.append(
+                row
+                + ([f"{predicted[label]:g}" if label in predicted else "-"] if predicted else [])
+            )
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in rows]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+            for row in rows
+        ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -149,7 +193,9 @@ class Growth:
     def _range(self, low: float, high: float) -> Tensor:
         chosen = (self.scales >= low) & (self.scales < high)
         if int(chosen.sum()) < 2:
-            raise ValueError(f"Invalid range {low} <= σ < {high}. Must hold at least two of the scales {self.scales.tolist()}.")
+            raise ValueError(
+                f"Invalid range {low} <= σ < {high}. Must hold at least two of the scales {self.scales.tolist()}."
+            )
         return chosen
 
 
@@ -157,7 +203,8 @@ def growth(measure: Measure, scales: Sequence[float] | Tensor, *, repeats: int =
     """Measure norms at each scale, several times.
 
     Args:
-        measure: `measure(σ, seed)` returns `{label: norm}`; it draws all its random numbers from the seed, 0 to `repeats - 1`.
+        measure: `measure(σ, seed)` returns `{label: norm}`; it draws all its random numbers from
+            the seed, 0 to `repeats - 1`.
         scales: The σ to measure at.
         repeats: How often, each time with another seed.
 
@@ -173,8 +220,13 @@ def growth(measure: Measure, scales: Sequence[float] | Tensor, *, repeats: int =
         raise ValueError(f"Invalid repeats={repeats}. Must be an integer >= 1.")
     ordered = torch.as_tensor(scales, dtype=torch.float64).unique()
     if len(ordered) < 2 or not bool((ordered > 0).all()):
-        raise ValueError(f"Invalid scales={ordered.tolist()}. Must be at least two different ones, all positive.")
-    found = [[{k: float(v) for k, v in measure(sigma, seed).items()} for sigma in ordered.tolist()] for seed in range(repeats)]
+        raise ValueError(
+            f"Invalid scales={ordered.tolist()}. Must be at least two different ones, all positive."
+        )
+    found = [
+        [{k: float(v) for k, v in measure(sigma, seed).items()} for sigma in ordered.tolist()]
+        for seed in range(repeats)
+    ]
     labels = list(found[0][0])
     for row in found:
         for entry in row:
@@ -184,23 +236,37 @@ def growth(measure: Measure, scales: Sequence[float] | Tensor, *, repeats: int =
                     f"Invalid measure: {wrong} are labels at some scales or seeds only. They must always be the same."
                 )
             if not all(math.isfinite(norm) for norm in entry.values()):
-                wrong = sorted(label for label, norm in entry.items() if not math.isfinite(norm))[:3]
-                raise ValueError(f"Invalid measure: the norms of {wrong} are not finite at some scale. Use smaller scales.")
-    return Growth(ordered, {k: torch.tensor([[e[k] for e in row] for row in found], dtype=torch.float64) for k in labels})
+                wrong = sorted(label for label, norm in entry.items() if not math.isfinite(norm))[
+                    :3
+                ]
+                raise ValueError(
+                    f"Invalid measure: the norms of {wrong} are not finite at some scale. Use smaller scales."
+                )
+    return Growth(
+        ordered,
+        {
+            k: torch.tensor([[e[k] for e in row] for row in found], dtype=torch.float64)
+            for k in labels
+        },
+    )
 
 
-def attention_exponents(activation: Activation = "softmax", *, residual: float = 0.0) -> dict[str, float]:
+def attention_exponents(
+    activation: Activation = "softmax", *, residual: float = 0.0
+) -> dict[str, float]:
     """The exponents of one attention layer's blocks for small σ, `{"outer query key": 6, …}`, as in equation 5.
 
-    Equation 5 leaves out the residual `F - Y`, which multiplies every functional block, and gives two powers for the functional
-    query-key block, `X⁵ + X³`. For σ → 0 the lowest power leads. So with targets that do not shrink with σ the residual tends
-    to `-Y` and adds nothing; with `Y = 0`, or targets proportional to X, it is of order σ (σ³ for linear attention) and adds
-    as much. The full block follows the lower exponent of its two parts: 5 for the query, as Figure 3a shows. The paper puts
-    that down to factors other than the data; for small σ the lower power leads in any case. Functional blocks that are zero
-    are left out.
+    Equation 5 leaves out the residual `F - Y`, which multiplies every functional block, and gives
+    two powers for the functional query-key block, `X⁵ + X³`. For σ → 0 the lowest power leads. So
+    with targets that do not shrink with σ the residual tends to `-Y` and adds nothing; with `Y =
+    0`, or targets proportional to X, it is of order σ (σ³ for linear attention) and adds as much.
+    The full block follows the lower exponent of its two parts: 5 for the query, as Figure 3a shows.
+    The paper puts that down to factors other than the data; for small σ the lower power leads in
+    any case. Functional blocks that are zero are left out.
 
-    For softmax the limit is that of uniform attention; for σ ≫ 1 attention saturates and no power law holds. For linear
-    attention (Remark 4.1) all powers are exact at any σ, except in the sum of two parts and in the residual.
+    For softmax the limit is that of uniform attention; for σ ≫ 1 attention saturates and no power
+    law holds. For linear attention (Remark 4.1) all powers are exact at any σ, except in the sum of
+    two parts and in the residual.
 
     Args:
         activation: Of the layer.
@@ -233,11 +299,13 @@ PREDICTED = attention_exponents()
 def linear_attention_exponents(depth: int) -> dict[str, int]:
     """The exponents of the diagonal blocks of `depth` linear attention layers: `2·3^D`, and `3^D` of functional ones.
 
-    A layer uses its input three times, so the output and its derivatives by the weights are homogeneous of degree `3^D` in X,
-    at any σ. The outer part of every block of every layer grows exactly with `2·3^D`. The functional part has the residual and
-    one second derivative: `3^D` while targets of a fixed scale outweigh the output. It is zero in the diagonal blocks of the
-    last layer, in which the output is linear in each matrix; in earlier layers it leads for small σ, where the complete block
-    grows with `3^D` only. That is why in the paper's Figure 7 those follow `2·3^D` only for large σ.
+    A layer uses its input three times, so the output and its derivatives by the weights are
+    homogeneous of degree `3^D` in X, at any σ. The outer part of every block of every layer grows
+    exactly with `2·3^D`. The functional part has the residual and one second derivative: `3^D`
+    while targets of a fixed scale outweigh the output. It is zero in the diagonal blocks of the
+    last layer, in which the output is linear in each matrix; in earlier layers it leads for small
+    σ, where the complete block grows with `3^D` only. That is why in the paper's Figure 7 those
+    follow `2·3^D` only for large σ.
 
     Example:
         >>> linear_attention_exponents(2)
@@ -261,12 +329,13 @@ def linear_mlp_exponents() -> dict[str, int]:
 def attention_norms(hessian: SelfAttentionHessian, *, mixed: bool = False) -> dict[str, float]:
     """Exact Frobenius norms of the blocks of one attention layer, `{"outer query query": …}`, named as in `PREDICTED`.
 
-    Diagonal blocks are never built, so layers of any width will do. Of several heads, each head's own block counts:
-    `sqrt(Σ_h ‖H(h, h)‖²)`.
+    Diagonal blocks are never built, so layers of any width will do. Of several heads, each head's
+    own block counts: `sqrt(Σ_h ‖H(h, h)‖²)`.
 
     Args:
         hessian: Of the layer, with separate queries and keys.
-        mixed: Whether to add the blocks between two roles, which are built: `d dk` entries squared each.
+        mixed: Whether to add the blocks between two roles, which are built: `d dk` entries squared
+            each.
 
     Example:
         >>> X, W = torch.eye(2), torch.eye(2)
@@ -279,7 +348,10 @@ def attention_norms(hessian: SelfAttentionHessian, *, mixed: bool = False) -> di
     for part in PARTS:
         for a, b in combinations_with_replacement(ROLES, 2):
             if a == b:
-                squares = [hessian.factored(a, head, part).squared_frobenius().clamp(min=0) for head in heads]
+                squares = [
+                    hessian.factored(a, head, part).squared_frobenius().clamp(min=0)
+                    for head in heads
+                ]
             elif mixed:
                 squares = [hessian.block(a, b, part, (head, head)).square().sum() for head in heads]
             else:
@@ -302,7 +374,8 @@ def attention_measure(
 ) -> Measure:
     """What `growth` needs for one attention layer with random weights: exact norms, without sampling noise in them.
 
-    Tokens are `σ N(0, 1)`; weights `N(0, 0.64 / width)` as in the paper's appendix F. A seed draws the same numbers at all σ.
+    Tokens are `σ N(0, 1)`; weights `N(0, 0.64 / width)` as in the paper's appendix F. A seed draws
+    the same numbers at all σ.
 
     Args:
         tokens: Length of a sequence.
@@ -312,8 +385,9 @@ def attention_measure(
         activation: "softmax" or "linear".
         causal: Whether a position sees only itself and those before it.
         classes: For cross-entropy on random classes, of a random head; the squared error otherwise.
-        target_scale: Standard deviation of the targets of the squared error. With 0 the residual shrinks with σ, and functional
-            blocks have exponents larger by one (linear attention: by three); see `attention_exponents`.
+        target_scale: Standard deviation of the targets of the squared error. With 0 the residual
+            shrinks with σ, and functional blocks have exponents larger by one (linear attention: by
+            three); see `attention_exponents`.
         mixed: See `attention_norms`.
 
     Example:
@@ -333,8 +407,14 @@ def attention_measure(
         W_Q, W_K, W_V = normal(width, key_width), normal(width, key_width), normal(width, width)
         loss: OutputLoss = SquaredError(normal(sequences, tokens, width, scale=target_scale))
         if classes is not None:
-            loss = CrossEntropy(normal(width, classes), torch.randint(classes, (sequences, tokens), generator=generator))
+            loss = CrossEntropy(
+                normal(width, classes),
+                torch.randint(classes, (sequences, tokens), generator=generator),
+            )
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
-        return attention_norms(SelfAttentionHessian(X, W_Q, W_K, W_V, loss=loss, mask=mask, activation=activation), mixed=mixed)
+        return attention_norms(
+            SelfAttentionHessian(X, W_Q, W_K, W_V, loss=loss, mask=mask, activation=activation),
+            mixed=mixed,
+        )
 
     return measure

@@ -1,6 +1,7 @@
 """The key block of softmax attention as a sum of Kronecker products, `H(K,K) = Σ_i E_i ⊗ q_i q_iᵀ`, without its matrices.
 
-Those of queries and values are small, dk or dv on a side, and simply held. Those of keys have the width of the tokens.
+Those of queries and values are small, dk or dv on a side, and simply held. Those of keys have the
+width of the tokens.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class KeyMatrices:
         total = D.new_zeros(self.count, self.count)
         step = max(1, CHUNK_BYTES // (D.element_size() * self.count * self.size))
         for start in range(0, self.size, step):
-            # Symmetric matrices: columns from `start` on, what is beyond the diagonal square counts twice.
+            # Symmetric matrices: columns from `start` on, what is beyond the diagonal square counts
+            # twice.
             square = min(step, self.size - start)
             slab = weighted[:, :, start : start + square].mT @ D[:, :, start:]
             slab[:, :, square:] *= 2**0.5

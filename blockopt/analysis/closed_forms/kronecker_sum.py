@@ -1,8 +1,8 @@
 """Sums of Kronecker products as operators that are never built: `H = Σ_i a_i a_iᵀ ⊗ E_i`, or with the factors swapped.
 
-The queries of one layer of GPT-2 small have 589 824 entries, and a dense block of them takes terabytes. Its trace, diagonal,
-Frobenius norm and products with vectors only need the vectors `a_i` and the small matrices `E_i` of each position i. With n
-positions, `a` of size p and `E` of size r:
+The queries of one layer of GPT-2 small have 589 824 entries, and a dense block of them takes
+terabytes. Its trace, diagonal, Frobenius norm and products with vectors only need the vectors `a_i`
+and the small matrices `E_i` of each position i. With n positions, `a` of size p and `E` of size r:
 
     trace     Σ_i |a_i|² tr E_i                          O(n (p + r))
     diagonal  Σ_i a_i² ⊗ diag E_i                        O(n p r)
@@ -143,7 +143,9 @@ class KroneckerSum:
     def __matmul__(self, v: Tensor) -> Tensor:
         """`H v` for v of shape (p r,) or (p r, k)."""
         if v.ndim not in (1, 2) or v.shape[0] != self.shape[0]:
-            raise ValueError(f"Invalid vector of shape {tuple(v.shape)}. Must be ({self.shape[0]},) or ({self.shape[0]}, k).")
+            raise ValueError(
+                f"Invalid vector of shape {tuple(v.shape)}. Must be ({self.shape[0]},) or ({self.shape[0]}, k)."
+            )
         columns = v.reshape(v.shape[0], -1)
         p, r, k = self._vectors.shape[1], self._matrices.size, columns.shape[1]
         if self._vector_first:
@@ -151,5 +153,7 @@ class KroneckerSum:
             result = (self._vectors.mT @ self._matrices.product(z).flatten(1)).reshape(p * r, k)
         else:
             z = torch.einsum("np,rpk->nrk", self._vectors, columns.view(r, p, k))
-            result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z)).reshape(p * r, k)
+            result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z)).reshape(
+                p * r, k
+            )
         return result.reshape(v.shape)

@@ -1,14 +1,16 @@
 r"""Exact first and second derivatives of LayerNorm and RMSNorm, row by row.
 
-With Π = I - 11ᵀ/d for LayerNorm and Π = I for RMSNorm, σ = sqrt(|Πx|²/d + ε) and y = Πx/σ, the output is γ∘y + β and
+With Π = I - 11ᵀ/d for LayerNorm and Π = I for RMSNorm, σ = sqrt(|Πx|²/d + ε) and y = Πx/σ, the
+output is γ∘y + β and
 
     J_ab  = γ_a/σ (Π_ab - y_a y_b / d)
     H_abc = -γ_a/(dσ²) (Π_ab y_c + Π_ac y_b + Π_bc y_a - 3 y_a y_b y_c / d)
 
-for any ε. Without γ the second derivative is totally symmetric, so a product with it costs O(d) a row.
+for any ε. Without γ the second derivative is totally symmetric, so a product with it costs O(d) a
+row.
 
-Petrov et al. (arXiv 2510.16927) write LN(X) = P M with the centred rows M = XΠ and P = diag(σ)⁻¹, and both derivatives as
-Kronecker products. Their Theorem 2 (Jacobian) is right as printed:
+Petrov et al. (arXiv 2510.16927) write LN(X) = P M with the centred rows M = XΠ and P = diag(σ)⁻¹,
+and both derivatives as Kronecker products. Their Theorem 2 (Jacobian) is right as printed:
 
     ∂LN = (P ⊗ I_d) G + (I_L ⊗ Mᵀ) ∂P,    G = I_L ⊗ Π
 
@@ -16,10 +18,11 @@ Their Theorem 3 (Hessian) has the right structure
 
     ∂²LN = (I ⊗ Gᵀ) ∂(P ⊗ I_d) + ((I_L ⊗ Mᵀ) ⊗ I) ∂²P + (I ⊗ (∂P)ᵀ) ∂(I_L ⊗ Mᵀ)
 
-and three errors in its pieces. ∂(P ⊗ I_d) is (I_L ⊗ K_{d,L} ⊗ I_d)(I_{L²} ⊗ vec I_d) ∂P; printed are K_{L,L} and I_L. ∂²P has
-1/√d on both of its terms; printed is one on the first alone. And ∂diag(σ) has 1/√d; printed is none. Their lemma on the norms
-takes the smallest norm of a centred row for σ_min, and is violated. With the standard deviation it holds, but is loose:
-`jacobian_norm` and `hessian_norm` have the exact values.
+and three errors in its pieces. ∂(P ⊗ I_d) is (I_L ⊗ K_{d,L} ⊗ I_d)(I_{L²} ⊗ vec I_d) ∂P; printed
+are K_{L,L} and I_L. ∂²P has 1/√d on both of its terms; printed is one on the first alone. And
+∂diag(σ) has 1/√d; printed is none. Their lemma on the norms takes the smallest norm of a centred
+row for σ_min, and is violated. With the standard deviation it holds, but is loose: `jacobian_norm`
+and `hessian_norm` have the exact values.
 """
 
 from __future__ import annotations
@@ -75,10 +78,15 @@ class Normalization:
         check_option("kind", kind, get_args(NormKind))
         if x.ndim == 0:
             raise ValueError("Invalid x of shape (). Must have at least one row.")
-        check_tensors({"x": x} | {name: value for name, value in (("gain", gain), ("bias", bias)) if value is not None})
+        check_tensors(
+            {"x": x}
+            | {name: value for name, value in (("gain", gain), ("bias", bias)) if value is not None}
+        )
         for name, value in (("gain", gain), ("bias", bias)):
             if value is not None and value.shape != x.shape[-1:]:
-                raise ValueError(f"Invalid {name} of shape {tuple(value.shape)}. Must be {tuple(x.shape[-1:])}, the last of x.")
+                raise ValueError(
+                    f"Invalid {name} of shape {tuple(value.shape)}. Must be {tuple(x.shape[-1:])}, the last of x."
+                )
         if not epsilon >= 0:
             raise ValueError(f"Invalid epsilon={epsilon}. Must be >= 0.")
         self.kind, self.epsilon = kind, epsilon
@@ -90,9 +98,13 @@ class Normalization:
         centred = self.project(x)
         self.sigma = (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
         if not bool((self.sigma > 0).all()):
-            raise ValueError("A row of x has no variance, and epsilon=0. There is no derivative; use epsilon > 0.")
+            raise ValueError(
+                "A row of x has no variance, and epsilon=0. There is no derivative; use epsilon > 0."
+            )
         if not bool(torch.isfinite(self.sigma).all()):
-            raise ValueError(f"The squares of x are too large for {x.dtype}. Use x.float() or x.double().")
+            raise ValueError(
+                f"The squares of x are too large for {x.dtype}. Use x.float() or x.double()."
+            )
         self.normalized = centred / self.sigma
         self.output = self.gain * self.normalized + self.bias
 
@@ -115,7 +127,9 @@ class Normalization:
         """
         y, p, projected = self.normalized, self.project(self.gain * g), self.project(v)
         yp, yv, pv = ((a * b).sum(-1, keepdim=True) for a, b in ((y, p), (y, v), (p, v)))
-        return -(pv * y + yv * p + yp * projected - 3 / self.dim * yp * yv * y) / (self.dim * self.sigma.square())
+        return -(pv * y + yv * p + yp * projected - 3 / self.dim * yp * yv * y) / (
+            self.dim * self.sigma.square()
+        )
 
     def jacobian(self) -> Tensor:
         """J of each row (..., d, d), output index first."""
@@ -143,7 +157,9 @@ class Normalization:
     def parameter_jacobian(self, role: Literal["gain", "bias"]) -> Tensor:
         """∂output/∂γ, diag(y), or ∂output/∂β, the identity, of each row (..., d, d)."""
         check_option("role", role, ("gain", "bias"))
-        return torch.diag_embed(self.normalized if role == "gain" else torch.ones_like(self.normalized))
+        return torch.diag_embed(
+            self.normalized if role == "gain" else torch.ones_like(self.normalized)
+        )
 
     def gain_input_hessian(self, g: Tensor) -> Tensor:
         """Σ_a g_a ∂²output_a/∂γ_b∂x_c = g_b/σ (Π_bc - y_b y_c/d) of each row (..., d, d).
@@ -157,9 +173,10 @@ class Normalization:
     def jacobian_norm(self) -> Tensor:
         """The spectral norm of each row's Jacobian (...), exact.
 
-        Without γ it is 1/σ for any ε: J/σ⁻¹ is a projector but for the direction of y, if another direction is left (d >= 3
-        for LayerNorm, 2 for RMSNorm). The Jacobian of all rows together is block-diagonal, so its norm is the largest of them.
-        With γ it comes of a singular value decomposition.
+        Without γ it is 1/σ for any ε: J/σ⁻¹ is a projector but for the direction of y, if another
+        direction is left (d >= 3 for LayerNorm, 2 for RMSNorm). The Jacobian of all rows together
+        is block-diagonal, so its norm is the largest of them. With γ it comes of a singular value
+        decomposition.
         """
         if self._has_gain or self._rank() < 2:
             largest: Tensor = torch.linalg.matrix_norm(self.jacobian(), ord=2)
@@ -169,8 +186,9 @@ class Normalization:
     def hessian_norm(self) -> Tensor:
         """The spectral norm of each row's Hessian as a d² × d matrix (...), exact.
 
-        Without γ, with s² = |y|²/d and r = d - 1 for LayerNorm, d for RMSNorm: s/(√d σ²) sqrt(max(r - 1 + 9(1 - s²)², 2)). For
-        ε = 0 and LayerNorm that is sqrt(max(d - 2, 2)/d)/σ². With γ it comes of the d × d Gram matrix.
+        Without γ, with s² = |y|²/d and r = d - 1 for LayerNorm, d for RMSNorm: s/(√d σ²) sqrt(max(r
+        - 1 + 9(1 - s²)², 2)). For ε = 0 and LayerNorm that is sqrt(max(d - 2, 2)/d)/σ². With γ it
+        comes of the d × d Gram matrix.
         """
         if self._has_gain or self._rank() < 2:
             hessian = self.hessian()
@@ -185,14 +203,19 @@ class Normalization:
         """The largest |Σ H_abc u_a v_b w_c| of each row over unit vectors (...), exact without γ, an upper bound with it.
 
         |g| times it bounds the Hessian contracted with g. It is about √d times less than `hessian_norm`. A symmetric tensor
-        takes its largest value at u = v = w (Banach). With c the cosine of u and y that is the largest 3c - 3s²c³, times
-        s/(√d σ²): 2/(√(3d) σ²) for s² >= 1/3, and 3s(1 - s²)/(√d σ²) otherwise. With γ it is multiplied by the largest |γ|.
+        takes its largest value at u = v = w (Banach). With c the cosine of u and y that is the
+        largest 3c - 3s²c³, times s/(√d σ²): 2/(√(3d) σ²) for s² >= 1/3, and 3s(1 - s²)/(√d σ²)
+        otherwise. With γ it is multiplied by the largest |γ|.
         """
         share = self._share()
         largest = torch.where(share >= 1 / 3, 2 / math.sqrt(3), 3 * share.sqrt() * (1 - share))
         if self._rank() < 2:  # no direction but that of y is left
             largest = 3 * share.sqrt() * (1 - share)
-        return self.gain.abs().max() * largest / (math.sqrt(self.dim) * self.sigma.squeeze(-1).square())
+        return (
+            self.gain.abs().max()
+            * largest
+            / (math.sqrt(self.dim) * self.sigma.squeeze(-1).square())
+        )
 
     def _plain_product(self, v: Tensor) -> Tensor:
         y = self.normalized

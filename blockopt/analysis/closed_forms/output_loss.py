@@ -1,7 +1,7 @@
 """The loss on top of an attention layer or a transformer block, with its gradient and its curvature in the layer's output.
 
-Both losses act on each position alone, so the Hessian of the loss in the outputs F is block-diagonal in the positions: one
-matrix Λ_i for each.
+Both losses act on each position alone, so the Hessian of the loss in the outputs F is
+block-diagonal in the positions: one matrix Λ_i for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from blockopt.analysis.closed_forms.checks import check_tensors
 
-# Products of a projection with all probabilities of one position are formed for as many positions at once as fit in here.
+# Products of a projection with all probabilities of one position are formed for as many positions
+# at once as fit in here.
 CHUNK_BYTES = 2**27
 
 
@@ -27,7 +28,9 @@ class OutputLoss(Protocol):
     def gradient(self, output: Tensor) -> Tensor:
         """Its derivative by each output, (B, L, d)."""
 
-    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def curvature(
+        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
+    ) -> Tensor:
         """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default."""
 
 
@@ -55,7 +58,9 @@ class SquaredError:
         """Its derivative by each output, (B, L, d)."""
         return 2 / output.numel() * (output - self._target(output))
 
-    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def curvature(
+        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
+    ) -> Tensor:
         """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default."""
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
         product = (identity if left is None else left) @ (identity if right is None else right).mT
@@ -83,9 +88,13 @@ class CrossEntropy:
 
     def __init__(self, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> None:
         if weight.ndim != 2:
-            raise ValueError(f"Invalid weight of shape {tuple(weight.shape)}. Must be (d, V): width of the output, classes.")
+            raise ValueError(
+                f"Invalid weight of shape {tuple(weight.shape)}. Must be (d, V): width of the output, classes."
+            )
         if targets.dtype != torch.int64:
-            raise ValueError(f"Invalid targets of {targets.dtype}. Must be the numbers of the classes, of torch.int64.")
+            raise ValueError(
+                f"Invalid targets of {targets.dtype}. Must be the numbers of the classes, of torch.int64."
+            )
         classes = weight.shape[1]
         if bias is not None and bias.shape != (classes,):
             raise ValueError(f"Invalid bias of shape {tuple(bias.shape)}. Must be ({classes},).")
@@ -95,7 +104,11 @@ class CrossEntropy:
                 "forms: cut them off, or use a HessianOperator."
             )
         check_tensors({"weight": weight} | ({} if bias is None else {"bias": bias}))
-        self.weight, self.targets, self.bias = weight.detach(), targets, None if bias is None else bias.detach()
+        self.weight, self.targets, self.bias = (
+            weight.detach(),
+            targets,
+            None if bias is None else bias.detach(),
+        )
 
     def value(self, output: Tensor) -> Tensor:
         """The loss, a scalar."""
@@ -108,7 +121,9 @@ class CrossEntropy:
         residual = probabilities - F.one_hot(targets, probabilities.shape[-1]).to(probabilities)
         return residual @ self.weight.mT / targets.numel()
 
-    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def curvature(
+        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
+    ) -> Tensor:
         """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default.
 
         No matrix of classes by classes is formed: large vocabularies are fine.
@@ -120,13 +135,20 @@ class CrossEntropy:
         products = []
         for p in probabilities.split(number):
             mean_of_rows, mean_of_columns = p @ rows.mT, p @ columns.mT
-            products.append((rows * p.unsqueeze(1)) @ columns.mT - mean_of_rows.unsqueeze(-1) * mean_of_columns.unsqueeze(-2))
-        whole: Tensor = torch.cat(products).div_(probabilities.shape[0]).unflatten(0, output.shape[:-1])
+            products.append(
+                (rows * p.unsqueeze(1)) @ columns.mT
+                - mean_of_rows.unsqueeze(-1) * mean_of_columns.unsqueeze(-2)
+            )
+        whole: Tensor = (
+            torch.cat(products).div_(probabilities.shape[0]).unflatten(0, output.shape[:-1])
+        )
         return whole
 
     def _logits(self, output: Tensor) -> Tensor:
         if output.shape[-1] != self.weight.shape[0]:
-            raise ValueError(f"Invalid weight of shape {tuple(self.weight.shape)}. Its first size must be {output.shape[-1]}.")
+            raise ValueError(
+                f"Invalid weight of shape {tuple(self.weight.shape)}. Its first size must be {output.shape[-1]}."
+            )
         check_tensors({"output": output, "weight of the head": self.weight})
         logits = output @ self.weight
         return logits if self.bias is None else logits + self.bias

@@ -1,9 +1,10 @@
 """The loss of any network that acts on each position alone, as a loss on the output of an attention layer.
 
-Above the last attention layer of a transformer there are residual connections, norms, an MLP, an unembedding and a
-cross-entropy: none of them mixes positions. So the Hessian of the loss in the outputs F of that layer is still one small
-matrix Λ_i a position, and the blocks of the attention weights of a whole transformer block are exact through
-`SelfAttentionHessian(..., loss=PositionwiseLoss(...))`.
+Above the last attention layer of a transformer there are residual connections, norms, an MLP, an
+unembedding and a cross-entropy: none of them mixes positions. So the Hessian of the loss in the
+outputs F of that layer is still one small matrix Λ_i a position, and the blocks of the attention
+weights of a whole transformer block are exact through `SelfAttentionHessian(...,
+loss=PositionwiseLoss(...))`.
 """
 
 from __future__ import annotations
@@ -29,29 +30,34 @@ class _Known(NamedTuple):
 class PositionwiseLoss:
     """`ℓ(F) = function(network(F))`, where neither mixes positions, for `SelfAttentionHessian(loss=...)`.
 
-    A product of the Hessian with the same direction `e_a` at all positions gives column a of every `Λ_i = ∂²ℓ / ∂F_i²` at once:
-    d products for all. With predictions `z_i = network(F)_i` of Jacobians J_i, it is the sum of two parts,
+    A product of the Hessian with the same direction `e_a` at all positions gives column a of every
+    `Λ_i = ∂²ℓ / ∂F_i²` at once: d products for all. With predictions `z_i = network(F)_i` of
+    Jacobians J_i, it is the sum of two parts,
 
         outer       J_iᵀ (∂²function / ∂z_i²) J_i         Gauss-Newton, from as many backward passes as z_i has entries
         functional  Σ_v (∂function / ∂z_iv) ∂²z_iv        zero for a ReLU MLP without norms
 
-    `part` says which of them `curvature` returns; value and gradient are always those of ℓ. They give the split of the Hessian
-    of the attention weights at the predictions of the whole network, the papers' `H_o` and `H_f` of a transformer block:
+    `part` says which of them `curvature` returns; value and gradient are always those of ℓ. They
+    give the split of the Hessian of the attention weights at the predictions of the whole network,
+    the papers' `H_o` and `H_f` of a transformer block:
 
         H    SelfAttentionHessian(..., loss=PositionwiseLoss(function, network)),                    part "full"
         H_o  SelfAttentionHessian(..., loss=PositionwiseLoss(function, network, part="outer")),      part "outer"
         H_f  SelfAttentionHessian(..., loss=PositionwiseLoss(function, network, part="functional")), part "full"
 
-    where the last adds the second derivatives of attention to those of the network. `H = H_o + H_f` without cancellation.
+    where the last adds the second derivatives of attention to those of the network. `H = H_o + H_f`
+    without cancellation.
 
     Args:
-        function: Of the predictions (B, L, V), or without a network of F (B, L, d), to a scalar, such as a cross-entropy.
+        function: Of the predictions (B, L, V), or without a network of F (B, L, d), to a scalar,
+            such as a cross-entropy.
         network: From F (B, L, d) to the predictions; the identity by default.
         part: "full", "outer" or "functional".
         check: Whether `curvature` checks, with one product more, that no position acts on another.
 
     Raises:
-        ValueError: If `part` is unknown; from `curvature`, if positions are mixed, or `function` returns no scalar.
+        ValueError: If `part` is unknown; from `curvature`, if positions are mixed, or `function`
+            returns no scalar.
 
     Example:
         >>> F = torch.tensor([[[1.0, 2.0]]])
@@ -83,16 +89,23 @@ class PositionwiseLoss:
             output = output.detach().requires_grad_()
             return _derivative(self.value(output), output)
 
-    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def curvature(
+        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
+    ) -> Tensor:
         """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default.
 
-        The last result is kept, and returned again for the same tensors, as long as the gradient is the same: if the network
-        has been trained on, it is another. Make a new `SelfAttentionHessian` then, whose gradient is of when it was made.
+        The last result is kept, and returned again for the same tensors, as long as the gradient is
+        the same: if the network has been trained on, it is another. Make a new
+        `SelfAttentionHessian` then, whose gradient is of when it was made.
         """
         tensors = (output, left, right)
         versions = tuple(t._version for t in tensors if t is not None)
         gradient, known = self.gradient(output), self._known
-        same = known is not None and versions == known.versions and all(a is b for a, b in zip(tensors, known.tensors))
+        same = (
+            known is not None
+            and versions == known.versions
+            and all(a is b for a, b in zip(tensors, known.tensors))
+        )
         if known is not None and same and torch.equal(gradient, known.gradient):
             return known.curvature
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
@@ -103,7 +116,9 @@ class PositionwiseLoss:
             found = self._outer(point, predictions, rows, columns) if self.part == "outer" else None
             if found is None:
                 slope = self._slope(point, predictions)
-                found = torch.stack([_derivative(slope, point, column.expand_as(slope)) for column in columns], -1)
+                found = torch.stack(
+                    [_derivative(slope, point, column.expand_as(slope)) for column in columns], -1
+                )
                 found = found if left is None else rows @ found
         if self.check:
             self._check(output)
@@ -116,7 +131,9 @@ class PositionwiseLoss:
     def _scalar(self, predictions: Tensor) -> Tensor:
         value = self.function(predictions)
         if value.ndim != 0:
-            raise ValueError(f"Invalid function: its value has the shape {tuple(value.shape)}. Must be a scalar, a mean loss.")
+            raise ValueError(
+                f"Invalid function: its value has the shape {tuple(value.shape)}. Must be a scalar, a mean loss."
+            )
         return value
 
     def _slope(self, point: Tensor, predictions: Tensor) -> Tensor:
@@ -133,14 +150,18 @@ class PositionwiseLoss:
         slope = _derivative(self._scalar(middle), middle, create_graph=True)
         identity = torch.eye(middle.shape[-1], dtype=middle.dtype, device=middle.device)
         inner = torch.stack([_derivative(slope, middle, e.expand_as(slope)) for e in identity], -1)
-        J = torch.stack([_derivative(predictions, point, e.expand_as(predictions)) for e in identity], -2)  # (B, L, V, d)
+        J = torch.stack(
+            [_derivative(predictions, point, e.expand_as(predictions)) for e in identity], -2
+        )  # (B, L, V, d)
         return (J @ rows.mT).mT @ (inner @ (J @ columns.mT))
 
     def _check(self, output: Tensor) -> None:
         """Move half of the positions, drawn at random, and see whether the gradient at the others changes."""
         generator = torch.Generator().manual_seed(0)
         change = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        change = change * output.detach().square().mean().sqrt().clamp(min=torch.finfo(output.dtype).tiny)
+        change = change * output.detach().square().mean().sqrt().clamp(
+            min=torch.finfo(output.dtype).tiny
+        )
         moved = torch.zeros(output.shape[:-1], dtype=torch.bool, device=output.device)
         moved.view(-1)[torch.randperm(moved.numel(), generator=generator)[::2]] = True
         before = self.gradient(output)
@@ -156,9 +177,13 @@ class PositionwiseLoss:
             )
 
 
-def _derivative(value: Tensor, by: Tensor, along: Tensor | None = None, *, create_graph: bool = False) -> Tensor:
+def _derivative(
+    value: Tensor, by: Tensor, along: Tensor | None = None, *, create_graph: bool = False
+) -> Tensor:
     """`alongᵀ ∂value/∂by`, zero where there is no dependence."""
     if not value.requires_grad:
         return torch.zeros_like(by)
-    found = torch.autograd.grad(value, by, along, create_graph=create_graph, retain_graph=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        value, by, along, create_graph=create_graph, retain_graph=True, materialize_grads=True
+    )
     return found[0]

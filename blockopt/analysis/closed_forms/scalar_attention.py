@@ -1,8 +1,9 @@
 """Attention on scalar tokens, whose whole Hessian spectrum has a closed form (Singh, Ormaniec and Hofmann, 2025).
 
-The model is `f_i = w_V Σ_j A_ij x_j` with `A_i = softmax_j(s x_i x_j)` and `s = w_Q·w_K / √d_K`, under the mean squared error
-over tokens and sequences. Small as it is, it shows what attention does to a spectrum: a bulk `±β` that the query-key product
-makes, three outliers, and a Gauss-Newton matrix of rank two that misses the bulk.
+The model is `f_i = w_V Σ_j A_ij x_j` with `A_i = softmax_j(s x_i x_j)` and `s = w_Q·w_K / √d_K`,
+under the mean squared error over tokens and sequences. Small as it is, it shows what attention does
+to a spectrum: a bulk `±β` that the query-key product makes, three outliers, and a Gauss-Newton
+matrix of rank two that misses the bulk.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Sink = Literal["input", "score"]
 class ScalarAttention:
     r"""The Hessian of scalar attention in the parameters `(w_Q, w_K, w_V)` and its spectrum.
 
-    With `r = f - y`, `m`, `μ₂`, `μ₃` the mean and the central moments of the tokens under each row of attention, and `⟨·⟩` the
-    mean over tokens and sequences:
+    With `r = f - y`, `m`, `μ₂`, `μ₃` the mean and the central moments of the tokens under each row
+    of attention, and `⟨·⟩` the mean over tokens and sequences:
 
         β = 2/√d_K ⟨w_V r x μ₂⟩            α = 2/d_K ⟨w_V² x² μ₂² + w_V r x² μ₃⟩
         γ = 2/√d_K ⟨(w_V m + r) x μ₂⟩      ν = 2 ⟨m²⟩
@@ -30,9 +31,10 @@ class ScalarAttention:
         H = [ βJ + αppᵀ  γp ]    p = (w_K, w_Q),   J = [0 I]
             [ γpᵀ        ν  ]                          [I 0]
 
-    `p` meets each of the two eigenspaces of `J` in one direction. So `+β` and `-β` are eigenvalues `d_K - 1` times each, and
-    three others remain. Conditioning depends on the norms of `w_Q` and `w_K` and not on their product alone: `w_Q c`, `w_K / c`
-    leave the function, `α`, `β`, `γ` and `ν` as they are, and change `‖p‖`.
+    `p` meets each of the two eigenspaces of `J` in one direction. So `+β` and `-β` are eigenvalues
+    `d_K - 1` times each, and three others remain. Conditioning depends on the norms of `w_Q` and
+    `w_K` and not on their product alone: `w_Q c`, `w_K / c` leave the function, `α`, `β`, `γ` and
+    `ν` as they are, and change `‖p‖`.
 
     Args:
         x: (N, L) scalar tokens of N sequences, or (L,) of one.
@@ -40,11 +42,13 @@ class ScalarAttention:
         w_Q: (d_K,) query weights.
         w_K: (d_K,) key weights.
         w_V: The value weight.
-        score_bias: Added to every score of the first token, `s x_i x_1 + score_bias`: an attention sink, see `with_sink`.
+        score_bias: Added to every score of the first token, `s x_i x_1 + score_bias`: an attention
+            sink, see `with_sink`.
 
     Attributes:
         alpha: `α`, of the rank-one part of query and key.
-        beta: `β`, the derivative of the loss by `w_Q·w_K`; it vanishes at a stationary point, and the bulk with it.
+        beta: `β`, the derivative of the loss by `w_Q·w_K`; it vanishes at a stationary point, and
+            the bulk with it.
         gamma: `γ`, between `p` and `w_V`.
         nu: `ν`, the curvature in `w_V`.
         attention: (N, L, L) the rows `A_i`.
@@ -68,7 +72,14 @@ class ScalarAttention:
     """
 
     def __init__(
-        self, x: Tensor, y: Tensor, w_Q: Tensor, w_K: Tensor, w_V: Tensor | float, *, score_bias: Tensor | float = 0.0
+        self,
+        x: Tensor,
+        y: Tensor,
+        w_Q: Tensor,
+        w_K: Tensor,
+        w_V: Tensor | float,
+        *,
+        score_bias: Tensor | float = 0.0,
     ) -> None:
         _check(x, y, w_Q, w_K)
         self.x, self.y = (t.detach().reshape(-1, t.shape[-1]) for t in (x, y))
@@ -87,7 +98,10 @@ class ScalarAttention:
         slope = x * self.second_moment  # ∂m/∂s; the second derivative is x² μ₃
         self._outer_alpha = 2 / self.key_width * (w * slope).square().mean()
         self._outer_gamma = 2 / root * (w * self.mean * slope).mean()
-        self.alpha = self._outer_alpha + 2 / self.key_width * (w * self.residual * x**2 * self.third_moment).mean()
+        self.alpha = (
+            self._outer_alpha
+            + 2 / self.key_width * (w * self.residual * x**2 * self.third_moment).mean()
+        )
         self.beta = 2 / root * (w * self.residual * slope).mean()
         self.gamma = self._outer_gamma + 2 / root * (self.residual * slope).mean()
         self.nu = 2 * self.mean.square().mean()
@@ -116,7 +130,10 @@ class ScalarAttention:
         a, b = ((self.w_Q + sign * self.w_K).norm() / math.sqrt(2) for sign in (1, -1))
         direction = torch.stack([a, b])
         R = self.x.new_zeros(3, 3)
-        R[:2, :2] = self.alpha * torch.outer(direction, direction) + self.beta * torch.tensor([1.0, -1.0]).to(self.x).diag()
+        R[:2, :2] = (
+            self.alpha * torch.outer(direction, direction)
+            + self.beta * torch.tensor([1.0, -1.0]).to(self.x).diag()
+        )
         R[2, :2] = R[:2, 2] = self.gamma * direction
         R[2, 2] = self.nu
         values: Tensor = torch.linalg.eigvalsh(R)
@@ -141,12 +158,25 @@ class ScalarAttention:
     def gauss_newton_eigenvalues(self) -> Tensor:
         """All `2 d_K + 1` eigenvalues of the Gauss-Newton matrix, ascending.
 
-        It has rank two: `[[α_o n, γ_o √n], [γ_o √n, ν]]` with the parts `α_o` and `γ_o` of `α` and `γ` without the residual. It
-        misses the bulk, and what the residual adds to the outliers.
+        It has rank two: `[[α_o n, γ_o √n], [γ_o √n, ν]]` with the parts `α_o` and `γ_o` of `α` and
+        `γ` without the residual. It misses the bulk, and what the residual adds to the outliers.
         """
         n = self._square_norm()
-        G = torch.stack([self._outer_alpha * n, self._outer_gamma * n.sqrt(), self._outer_gamma * n.sqrt(), self.nu])
-        return torch.cat([torch.zeros(2 * self.key_width - 1).to(G), torch.linalg.eigvalsh(G.view(2, 2))]).sort().values
+        G = torch.stack(
+            [
+                self._outer_alpha * n,
+                self._outer_gamma * n.sqrt(),
+                self._outer_gamma * n.sqrt(),
+                self.nu,
+            ]
+        )
+        return (
+            torch.cat(
+                [torch.zeros(2 * self.key_width - 1).to(G), torch.linalg.eigvalsh(G.view(2, 2))]
+            )
+            .sort()
+            .values
+        )
 
     def dense(self) -> Tensor:
         """The Hessian, `(2 d_K + 1, 2 d_K + 1)` in the order `(w_Q, w_K, w_V)`."""
@@ -175,18 +205,22 @@ class ScalarAttention:
     def with_sink(self, bias: float, kind: Sink = "score") -> ScalarAttention:
         """The same model with a bias at the first token of every sequence, an attention sink.
 
-        The slides say that a larger bias at the first token "shrinks the bulk and grows the outliers", and not what the bias is
-        added to. It can be either of two things, and each gives one half of that in general:
+        The slides say that a larger bias at the first token "shrinks the bulk and grows the
+        outliers", and not what the bias is added to. It can be either of two things, and each gives
+        one half of that in general:
 
-        - "score": `b` is added to the scores that all tokens give the first. The bulk shrinks without exception: every row
-          ends up on the first token, and `β`, `α`, `γ` fall like `e^-b` once `b` exceeds the other scores. The largest outlier
-          tends to `2⟨x_1²⟩`: it grows where that is more than it was, as with a first token larger than the mean of the
-          others, and is bounded; the other two outliers vanish with the bulk. What grows without bound is the largest
-          outlier over the bulk. On the way there the bulk may rise first, or pass through zero.
-        - "input": the first token becomes `x_1 + b`. The outliers grow, in the end like `b²`, if some tokens attend to it. The
-          bulk grows too, because a token close to zero is undecided between the sink and the others, and its residual and
-          second moment grow with `b`. It shrinks, like `e^(-s min(x) b)`, if all tokens lie on one side, away from zero, and
-          `s x_1 > 0`: then all attend to the sink. With `s x_1 < 0` none does, and neither moves much.
+        - "score": `b` is added to the scores that all tokens give the first. The bulk shrinks
+          without exception: every row ends up on the first token, and `β`, `α`, `γ` fall like
+          `e^-b` once `b` exceeds the other scores. The largest outlier tends to `2⟨x_1²⟩`: it grows
+          where that is more than it was, as with a first token larger than the mean of the others,
+          and is bounded; the other two outliers vanish with the bulk. What grows without bound is
+          the largest outlier over the bulk. On the way there the bulk may rise first, or pass
+          through zero.
+        - "input": the first token becomes `x_1 + b`. The outliers grow, in the end like `b²`, if
+          some tokens attend to it. The bulk grows too, because a token close to zero is undecided
+          between the sink and the others, and its residual and second moment grow with `b`. It
+          shrinks, like `e^(-s min(x) b)`, if all tokens lie on one side, away from zero, and `s x_1
+          > 0`: then all attend to the sink. With `s x_1 < 0` none does, and neither moves much.
 
         Args:
             bias: `b`, added to what is there.
@@ -212,7 +246,9 @@ class ScalarAttention:
         """`[[α p pᵀ, γ p], [γ pᵀ, ν]]`."""
         p = torch.cat([self.w_K, self.w_Q])
         corner = torch.cat([gamma * p, self.nu.reshape(1)])
-        return torch.cat([torch.cat([alpha * torch.outer(p, p), gamma * p.unsqueeze(1)], 1), corner.unsqueeze(0)])
+        return torch.cat(
+            [torch.cat([alpha * torch.outer(p, p), gamma * p.unsqueeze(1)], 1), corner.unsqueeze(0)]
+        )
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
@@ -221,12 +257,20 @@ def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
 
 def _check(x: Tensor, y: Tensor, w_Q: Tensor, w_K: Tensor) -> None:
     if x.ndim not in (1, 2) or not x.numel():
-        raise ValueError(f"Invalid x of shape {tuple(x.shape)}. Must be (sequences, tokens), or (tokens,) of one sequence.")
+        raise ValueError(
+            f"Invalid x of shape {tuple(x.shape)}. Must be (sequences, tokens), or (tokens,) of one sequence."
+        )
     if y.shape != x.shape:
-        raise ValueError(f"Invalid y of shape {tuple(y.shape)}. Must be that of x, {tuple(x.shape)}.")
+        raise ValueError(
+            f"Invalid y of shape {tuple(y.shape)}. Must be that of x, {tuple(x.shape)}."
+        )
     if w_Q.ndim != 1 or w_Q.shape != w_K.shape or not len(w_Q):
-        raise ValueError(f"Invalid w_Q, w_K of shapes {tuple(w_Q.shape)}, {tuple(w_K.shape)}. Must be (d_K,) both.")
+        raise ValueError(
+            f"Invalid w_Q, w_K of shapes {tuple(w_Q.shape)}, {tuple(w_K.shape)}. Must be (d_K,) both."
+        )
     if not x.is_floating_point() or any(t.dtype != x.dtype for t in (y, w_Q, w_K)):
         given = ", ".join(str(t.dtype) for t in (x, y, w_Q, w_K))
-        raise ValueError(f"Invalid dtypes {given} of x, y, w_Q, w_K. Must be one floating dtype, best float64.")
+        raise ValueError(
+            f"Invalid dtypes {given} of x, y, w_Q, w_K. Must be one floating dtype, best float64."
+        )
     check_tensors({"x": x, "y": y, "w_Q": w_Q, "w_K": w_K})

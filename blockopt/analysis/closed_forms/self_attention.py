@@ -34,20 +34,23 @@ Place = tuple[str, int]  # role and head
 class SelfAttentionHessian:
     """`H = H_o + H_f` of `ℓ(F(X))` for self-attention F: Theorems 3.1 and 3.2 of the ICLR 2025 paper, and more.
 
-    With Λ_i and g_i the Hessian and the gradient of the loss in `F_i`, bars and covariances under the attention `A_i`,
-    `C_i = Cov_i(v, k)`, `D_i = Cov_i(v, x)` and `w_ij = A_ij (g_i·v_j - mean)`, the diagonal blocks are
+    With Λ_i and g_i the Hessian and the gradient of the loss in `F_i`, bars and covariances under
+    the attention `A_i`, `C_i = Cov_i(v, k)`, `D_i = Cov_i(v, x)` and `w_ij = A_ij (g_i·v_j -
+    mean)`, the diagonal blocks are
 
         H(Q,Q) = scale² Σ_i x_i x_iᵀ ⊗ (C_iᵀ Λ_i C_i + Σ_j w_ij (k_j - k̄_i)(k_j - k̄_i)ᵀ)
         H(K,K) = scale² Σ_i (D_iᵀ Λ_i D_i + Σ_j w_ij (x_j - m_i)(x_j - m_i)ᵀ) ⊗ q_i q_iᵀ
         H(V,V) = Σ_i m_i m_iᵀ ⊗ Λ_i
 
-    The first summand is the outer product (Gauss-Newton) part H_o, the second the functional part H_f. They equal the paper's
-    Kronecker forms, which are exact as printed for Theorems 3.1 and 3.2, Remarks 3.1 and 4.1, with any mask. In print, however,
-    Lemma 4.1 (single matrix) and Remark D.1 (the split at the scores) lack the factor `2 / (L d_V)`, and Remark D.1 has the
-    weights in the order K, Q: for `[W_Q; W_K]`, B is upper right and Bᵀ lower left.
+    The first summand is the outer product (Gauss-Newton) part H_o, the second the functional part
+    H_f. They equal the paper's Kronecker forms, which are exact as printed for Theorems 3.1 and
+    3.2, Remarks 3.1 and 4.1, with any mask. In print, however, Lemma 4.1 (single matrix) and Remark
+    D.1 (the split at the scores) lack the factor `2 / (L d_V)`, and Remark D.1 has the weights in
+    the order K, Q: for `[W_Q; W_K]`, B is upper right and Bᵀ lower left.
 
-    Parts: "outer" and "functional" split at the output F, "score_outer" and "score_functional" at the scores T (Appendix D):
-    the latter is `B ⊗ I` between query and key, and zero elsewhere, the former the rest of the query and key blocks.
+    Parts: "outer" and "functional" split at the output F, "score_outer" and "score_functional" at
+    the scores T (Appendix D): the latter is `B ⊗ I` between query and key, and zero elsewhere, the
+    former the rest of the query and key blocks.
 
     Args:
         X: Tokens, (L, d) or (B, L, d).
@@ -58,8 +61,9 @@ class SelfAttentionHessian:
         loss: `SquaredError(Y)` or `CrossEntropy(W, targets)` on top of the layer.
         W_U: Output matrix of each head, (dv, d_out) or (H, dv, d_out); see `AttentionMap`.
         mask: See `AttentionMap`.
-        scale: Of the scores; `1 / sqrt(dk)` by default, 1 for "single". A temperature t divides it: `score_outer` blocks go as
-            `1 / t²`, `score_functional` ones as `1 / t`, at given attention weights.
+        scale: Of the scores; `1 / sqrt(dk)` by default, 1 for "single". A temperature t divides it:
+            `score_outer` blocks go as `1 / t²`, `score_functional` ones as `1 / t`, at given
+            attention weights.
         activation: "softmax" or "linear".
         parametrization: "query_key" or "single".
         biases: Added to "query", "key" and "value"; constants, see `AttentionMap`.
@@ -90,7 +94,9 @@ class SelfAttentionHessian:
         biases: Mapping[str, Tensor] | None = None,
     ) -> None:
         if (Y is None) == (loss is None):
-            raise ValueError("Give either Y, the target of the squared error, or loss=CrossEntropy(...) or SquaredError(...).")
+            raise ValueError(
+                "Give either Y, the target of the squared error, or loss=CrossEntropy(...) or SquaredError(...)."
+            )
         self.attention = AttentionMap(
             X,
             W_Q,
@@ -107,36 +113,55 @@ class SelfAttentionHessian:
         self.roles, self.num_heads = self.attention.roles, self.attention.num_heads
         self.gradient_of_output = self.loss.gradient(self.attention.output)
         heads = self.attention.heads
-        self.score_gradients = [head.score_gradient(head.before_output(self.gradient_of_output)) for head in heads]
+        self.score_gradients = [
+            head.score_gradient(head.before_output(self.gradient_of_output)) for head in heads
+        ]
 
     def value(self) -> Tensor:
         """The loss."""
         return self.loss.value(self.attention.output)
 
-    def block(self, row: str, column: str, part: Part = "full", heads: tuple[int, int] | None = None) -> Tensor:
+    def block(
+        self, row: str, column: str, part: Part = "full", heads: tuple[int, int] | None = None
+    ) -> Tensor:
         """One block: second derivatives by the weights of two roles, row-major.
 
         Args:
             row: A role: "query", "key", "value", "output"; "query_key" for a single matrix.
             column: Another, or the same.
             part: Which summand.
-            heads: The head of each; all heads one after the other by default, (H n_row, H n_column).
+            heads: The head of each; all heads one after the other by default, (H n_row, H
+                n_column).
         """
         check_option("part", part, get_args(Part))
         for role in (row, column):
             self.attention.size(role)  # raises if there is none
         if heads is not None and (not isinstance(heads, tuple) or len(heads) != 2):
-            raise ValueError(f"Invalid heads={heads!r}. Must be two numbers, one of the row and one of the column.")
+            raise ValueError(
+                f"Invalid heads={heads!r}. Must be two numbers, one of the row and one of the column."
+            )
         for head in heads or ():
             check_number("head", head, self.num_heads)
         numbers = range(self.num_heads)
         rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
         columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
-        factors = {place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}}
+        factors = {
+            place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}
+        }
         sizes = self.attention.size(row), self.attention.size(column)
-        check_memory(len(rows) * sizes[0], len(columns) * sizes[1], self.attention.X.dtype, self.attention.X.device)
+        check_memory(
+            len(rows) * sizes[0],
+            len(columns) * sizes[1],
+            self.attention.X.dtype,
+            self.attention.X.device,
+        )
         return torch.cat(
-            [torch.cat([self._block(one, other, factors, part).reshape(sizes) for other in columns], 1) for one in rows]
+            [
+                torch.cat(
+                    [self._block(one, other, factors, part).reshape(sizes) for other in columns], 1
+                )
+                for one in rows
+            ]
         )
 
     def dense(self, part: Part = "full") -> Tensor:
@@ -158,9 +183,13 @@ class SelfAttentionHessian:
             block = self._block(left, right, factors, part, scratch)
             target = whole[rows, columns]
             target.unflatten(1, block.shape[2:]).unflatten(0, block.shape[:2]).copy_(block)
-            if i != j:  # by way of contiguous memory: much faster than to read columns of the large matrix
+            if (
+                i != j
+            ):  # by way of contiguous memory: much faster than to read columns of the large matrix
                 first, second = scratch[:, : target.numel()]
-                whole[columns, rows] = second.view(target.mT.shape).copy_(first.view(target.shape).copy_(target).mT)
+                whole[columns, rows] = second.view(target.mT.shape).copy_(
+                    first.view(target.shape).copy_(target).mT
+                )
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
@@ -172,7 +201,9 @@ class SelfAttentionHessian:
             part: "outer" or "full"; "functional" for query and key.
         """
         if part not in ("outer", "functional", "full"):
-            raise ValueError(f"Invalid part={part!r}. A factored block has outer, functional and full.")
+            raise ValueError(
+                f"Invalid part={part!r}. A factored block has outer, functional and full."
+            )
         self.attention.size(role)
         check_number("head", head, self.num_heads)
         one = self.attention.heads[head]
@@ -181,10 +212,22 @@ class SelfAttentionHessian:
             return KroneckerSum(one.query.flatten(0, 1), of_keys, False)
         vectors = one.factor(role).vector.flatten(0, 1)
         if role in ("value", "output"):
-            curvature = self._curvature(head) if role == "value" else self.loss.curvature(self.attention.output)
-            curvature = torch.zeros_like(curvature[:1, :1]).expand_as(curvature) if part == "functional" else curvature
+            curvature = (
+                self._curvature(head)
+                if role == "value"
+                else self.loss.curvature(self.attention.output)
+            )
+            curvature = (
+                torch.zeros_like(curvature[:1, :1]).expand_as(curvature)
+                if part == "functional"
+                else curvature
+            )
             shared = curvature.stride()[:2] == (0, 0)
-            return KroneckerSum(vectors, SharedMatrix(curvature[0, 0], len(vectors)) if shared else Matrices(curvature), True)
+            return KroneckerSum(
+                vectors,
+                SharedMatrix(curvature[0, 0], len(vectors)) if shared else Matrices(curvature),
+                True,
+            )
         matrices = self.attention.X.new_zeros(())
         if part != "functional":
             factor = one.factor(role)
@@ -196,33 +239,48 @@ class SelfAttentionHessian:
     def score_functional_spectrum(self, head: int = 0) -> Tensor:
         """Eigenvalues of the "score_functional" part: ± the singular values of `scale · B`, dk times each.
 
-        `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, not symmetric. In print (Remark D.1) the factor of the loss is missing from it.
+        `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, not symmetric. In print (Remark D.1) the factor of the loss is
+        missing from it.
         """
         self._query_key(head)
-        values = torch.linalg.svdvals(self.attention.heads[head].score_mixed(self.score_gradients[head]))
-        return torch.cat([values, -values]).repeat_interleave(self.attention.shapes["query"][1]).sort().values
+        values = torch.linalg.svdvals(
+            self.attention.heads[head].score_mixed(self.score_gradients[head])
+        )
+        return (
+            torch.cat([values, -values])
+            .repeat_interleave(self.attention.shapes["query"][1])
+            .sort()
+            .values
+        )
 
     def score_outer_rank_bound(self, head: int = 0) -> int:
         """A bound on the rank of the "score_outer" part: Lemma D.2, and a sharper one where sequences are short.
 
-        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² else; with biases of queries or keys there is only the number of
-        weights, `2 dk d`. The part is also a sum over positions i of matrices of rank `min(d, n_i - 1)` at most, if i sees n_i
-        tokens: only differences between tokens count.
+        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² else; with biases of queries or keys there
+        is only the number of weights, `2 dk d`. The part is also a sum over positions i of matrices
+        of rank `min(d, n_i - 1)` at most, if i sees n_i tokens: only differences between tokens
+        count.
         """
         self._query_key(head)
         width, key_width = self.attention.shapes["query"]
         lemma = 2 * key_width * width - key_width**2 if key_width < width else width**2
-        if self.attention.biased:  # queries and keys are not linear in the tokens then, which the lemma needs
+        if (
+            self.attention.biased
+        ):  # queries and keys are not linear in the tokens then, which the lemma needs
             lemma = 2 * key_width * width
         one = self.attention.heads[head]
         seen = one.visible.sum(-1) - (1 if one.softmax else 0)
-        apart = width + (1 if self.attention.biased and not one.softmax else 0)  # softmax does not see a constant
+        apart = width + (
+            1 if self.attention.biased and not one.softmax else 0
+        )  # softmax does not see a constant
         return min(lemma, int(seen.clamp(max=apart).sum()))
 
     def _query_key(self, head: int) -> None:
         check_number("head", head, self.num_heads)
         if "key" not in self.roles:
-            raise ValueError("Queries and keys are one matrix here: there is no functional part at the scores.")
+            raise ValueError(
+                "Queries and keys are one matrix here: there is no functional part at the scores."
+            )
 
     def _curvature(self, head: int) -> Tensor:
         """`W_U Λ_i W_Uᵀ`: the curvature of the loss in what a head puts out before its output matrix, (B, L, dv, dv)."""
@@ -230,7 +288,12 @@ class SelfAttentionHessian:
         return self.loss.curvature(self.attention.output, W_U, W_U)
 
     def _block(
-        self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part, scratch: Tensor | None = None
+        self,
+        left: Place,
+        right: Place,
+        factors: Mapping[Place, Factor],
+        part: Part,
+        scratch: Tensor | None = None,
     ) -> Tensor:
         """The block of two weights by the entries of both, in `scratch`, room for two, if there is one."""
         first, second = (None, None) if scratch is None else scratch
@@ -238,22 +301,39 @@ class SelfAttentionHessian:
         shape = self.attention.shapes[row] + self.attention.shapes[column]
         at_scores = row in SCORE_ROLES and column in SCORE_ROLES
         if part.startswith("score") and not at_scores:
-            raise ValueError(f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only.")
-        one, two, w = self.attention.heads[head], self.attention.heads[other], self.score_gradients[head]
+            raise ValueError(
+                f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only."
+            )
+        one, two, w = (
+            self.attention.heads[head],
+            self.attention.heads[other],
+            self.score_gradients[head],
+        )
         if part == "functional" and head == other:
             return one.functional(row, column, self.gradient_of_output, w, first)
         if part in ("functional", "score_functional"):
             entries = w.new_zeros(shape)
         else:
-            ends = one.W_U if factors[left].projected else None, two.W_U if factors[right].projected else None
-            matrices = outer_matrices(factors[left], factors[right], self.loss.curvature(self.attention.output, *ends))
+            ends = (
+                one.W_U if factors[left].projected else None,
+                two.W_U if factors[right].projected else None,
+            )
+            matrices = outer_matrices(
+                factors[left], factors[right], self.loss.curvature(self.attention.output, *ends)
+            )
             functional = part != "outer" and head == other
             if functional and at_scores:  # both parts have the same vectors: one sum for both
                 matrices = matrices + one.functional_matrices(row, column, w)
             entries = assemble(factors[left], factors[right], matrices, first)
-            if functional and not at_scores and row != column:  # by one value or output matrix twice it is zero
+            if (
+                functional and not at_scores and row != column
+            ):  # by one value or output matrix twice it is zero
                 entries.add_(one.functional(row, column, self.gradient_of_output, w, second))
-        if part in ("full", "score_functional") and head == other and {row, column} == {"query", "key"}:
+        if (
+            part in ("full", "score_functional")
+            and head == other
+            and {row, column} == {"query", "key"}
+        ):
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
         return entries

@@ -8,18 +8,21 @@ The block is a chain of four sites. X is the input, N a norm, F attention, M the
     S = R + M(Y)         MLP                    S = Y + M(Y)
     Z = N(S)             final norm             Z = N(S)
 
-The chain rule says that the Hessian of ℓ(Z) is one outer product of Jacobians and, for each site, its own second derivative,
-contracted with the gradient that arrives at its output and put between the Jacobians of what enters it:
+The chain rule says that the Hessian of ℓ(Z) is one outer product of Jacobians and, for each site,
+its own second derivative, contracted with the gradient that arrives at its output and put between
+the Jacobians of what enters it:
 
     H = J_Zᵀ ∇²ℓ J_Z  +  Σ_sites J_inᵀ (Σ_o g_o ∂²site_o) J_in
         outer            functional
 
-where "what enters" a site is its input, through J_in, and its own weights. Only Jacobians and contracted Hessians are built, no
-tensor of three indices. Every term is block-diagonal in the tokens but for those of attention.
+where "what enters" a site is its input, through J_in, and its own weights. Only Jacobians and
+contracted Hessians are built, no tensor of three indices. Every term is block-diagonal in the
+tokens but for those of attention.
 
-Theorem 5 of Petrov et al. (arXiv 2510.16927) is this for one head, post-norm, ReLU and the squared error, before contraction:
-H_tr(i,j) = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j with B_i = ∂S/∂W_i and ξ_ij = ∂B_i/∂W_j. It is right, but some of its pieces are
-not as printed (1 is `mlp_in`, 2 `mlp_out`, k an attention weight; D the mask of active units, m the width of the MLP):
+Theorem 5 of Petrov et al. (arXiv 2510.16927) is this for one head, post-norm, ReLU and the squared
+error, before contraction: H_tr(i,j) = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j with B_i = ∂S/∂W_i and
+ξ_ij = ∂B_i/∂W_j. It is right, but some of its pieces are not as printed (1 is `mlp_in`, 2
+`mlp_out`, k an attention weight; D the mask of active units, m the width of the MLP):
 
     ξ_12  printed: what is ξ_21. Correct: (I ⊗ (Y ⊗ I_m)ᵀ D)(I_L ⊗ K_{d,L} ⊗ I_m)(vec I_L ⊗ I_{dm}) K_{d,m}
     ξ_21  printed: of wrong size. Correct: the formula printed as ξ_12
@@ -36,9 +39,18 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.biased_attention import ATTENTION_ROLES, FIRST_ROLES, BiasedAttention
+from blockopt.analysis.closed_forms.biased_attention import (
+    ATTENTION_ROLES,
+    FIRST_ROLES,
+    BiasedAttention,
+)
 from blockopt.analysis.closed_forms.checks import Part, check_option, check_part, check_tensors
-from blockopt.analysis.closed_forms.feed_forward import MLP_ROLES, Activation, FeedForwardHessian, FeedForwardMap
+from blockopt.analysis.closed_forms.feed_forward import (
+    MLP_ROLES,
+    Activation,
+    FeedForwardHessian,
+    FeedForwardMap,
+)
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
 from blockopt.analysis.closed_forms.normalization import Normalization, NormKind
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
@@ -77,14 +89,24 @@ class _Site(Protocol):
 class _NormSite:
     """A norm as a site of the chain, with its gain and bias as weights if they are given."""
 
-    def __init__(self, x: Tensor, kind: NormKind, name: str, weights: Mapping[str, Tensor], epsilon: float) -> None:
+    def __init__(
+        self, x: Tensor, kind: NormKind, name: str, weights: Mapping[str, Tensor], epsilon: float
+    ) -> None:
         gain, bias = f"{name}_gain", f"{name}_bias"
         self.roles = tuple(role for role in (gain, bias) if role in weights)
-        self._norm = Normalization(x.flatten(0, -2), kind=kind, gain=weights.get(gain), bias=weights.get(bias), epsilon=epsilon)
+        self._norm = Normalization(
+            x.flatten(0, -2),
+            kind=kind,
+            gain=weights.get(gain),
+            bias=weights.get(bias),
+            epsilon=epsilon,
+        )
         self.output = self._norm.output.reshape(x.shape)
 
     def jacobian(self, role: str) -> Tensor:
-        return self._norm.parameter_jacobian("gain" if role.endswith("gain") else "bias").flatten(0, 1)
+        return self._norm.parameter_jacobian("gain" if role.endswith("gain") else "bias").flatten(
+            0, 1
+        )
 
     def input_jacobian(self) -> Tensor:
         return self._norm.jacobian()
@@ -97,7 +119,9 @@ class _NormSite:
 
     def mixed_hessian(self, role: str, g: Tensor) -> Tensor:
         rows = g.reshape(self._norm.output.shape)
-        mixed = self._norm.gain_input_hessian(rows if role.endswith("gain") else torch.zeros_like(rows))
+        mixed = self._norm.gain_input_hessian(
+            rows if role.endswith("gain") else torch.zeros_like(rows)
+        )
         return mixed.movedim(0, 1)
 
     def input_hessian(self, g: Tensor) -> Tensor:
@@ -107,17 +131,19 @@ class _NormSite:
 class TransformerBlockHessian:
     """Every pair of weights of a transformer block: `H = H_o + H_f` in closed form.
 
-    `block` and `dense` are for small sizes: they build Jacobians of B·L·d rows and as many columns as a weight has entries.
-    `factored` has the diagonal blocks of larger ones, and `HessianOperator` products with the whole Hessian of any model.
+    `block` and `dense` are for small sizes: they build Jacobians of B·L·d rows and as many columns
+    as a weight has entries. `factored` has the diagonal blocks of larger ones, and
+    `HessianOperator` products with the whole Hessian of any model.
 
     Args:
         X: Tokens that enter the block, (L, d) or (B, L, d).
-        weights: By role, each as used on the right of its input, and as a vector in row-major order.
-            Attention: "query", "key", "value" (d, dk) or (H, d, dk); if there are any "output" (dk, d) or (H, dk, d), without
-            which the heads' values are added, "query_bias", "key_bias", "value_bias" (dk,) or (H, dk), "output_bias" (d,).
-            MLP: "mlp_in" (d, m), "mlp_out" (m, d); if there are any "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias" (d,).
-            Norms: if there are any "first_gain", "first_bias" (before attention, in pre-norm), "middle_gain", "middle_bias",
-            "final_gain", "final_bias", each (d,).
+        weights: By role, each as used on the right of its input, and as a vector in row-major
+            order. Attention: "query", "key", "value" (d, dk) or (H, d, dk); if there are any
+            "output" (dk, d) or (H, dk, d), without which the heads' values are added, "query_bias",
+            "key_bias", "value_bias" (dk,) or (H, dk), "output_bias" (d,). MLP: "mlp_in" (d, m),
+            "mlp_out" (m, d); if there are any "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias"
+            (d,). Norms: if there are any "first_gain", "first_bias" (before attention, in
+            pre-norm), "middle_gain", "middle_bias", "final_gain", "final_bias", each (d,).
         loss: `SquaredError(target)` or `CrossEntropy(W, targets)` on Z.
         arrangement: "pre" or "post"; see above.
         norm: "layer", "rms" or None for no norms at all.
@@ -167,8 +193,14 @@ class TransformerBlockHessian:
         check_tensors({"X": X, **weights})
         weights = {role: weight.detach() for role, weight in weights.items()}
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
-        first = Normalization(X, kind=norm, epsilon=epsilon).output if norm and arrangement == "pre" else X
-        self.attention = BiasedAttention(first, weights, mask, scale)  # the gain and bias of the norm are among its weights
+        first = (
+            Normalization(X, kind=norm, epsilon=epsilon).output
+            if norm and arrangement == "pre"
+            else X
+        )
+        self.attention = BiasedAttention(
+            first, weights, mask, scale
+        )  # the gain and bias of the norm are among its weights
         self._entering = weights.get("first_gain", 1) * first + weights.get("first_bias", 0)
         self._weights, self._mask, self._scale = weights, mask, scale
         _check_width("Attention", self.attention.output, X, "value and output")
@@ -177,13 +209,24 @@ class TransformerBlockHessian:
         middle = residual if self._middle is None else self._middle.output  # Y
         biases = {"b_in": weights.get("mlp_in_bias"), "b_out": weights.get("mlp_out_bias")}
         gate = weights.get("mlp_gate")
-        self._mlp = FeedForwardMap(middle, weights["mlp_in"], weights["mlp_out"], W_gate=gate, **biases, activation=activation)
+        self._mlp = FeedForwardMap(
+            middle,
+            weights["mlp_in"],
+            weights["mlp_out"],
+            W_gate=gate,
+            **biases,
+            activation=activation,
+        )
         _check_width("The MLP", self._mlp.output, X, "mlp_out")
         self._pre = arrangement == "pre"
         summed = (residual if self._pre else middle) + self._mlp.output  # S
-        self._final = _NormSite(summed, norm, "final", weights, epsilon) if norm and final_norm else None
+        self._final = (
+            _NormSite(summed, norm, "final", weights, epsilon) if norm and final_norm else None
+        )
         self.output = summed if self._final is None else self._final.output  # Z
-        self.roles = tuple(role for role in (*ATTENTION_ROLES, *MLP_ROLES, *NORM_ROLES) if role in weights)
+        self.roles = tuple(
+            role for role in (*ATTENTION_ROLES, *MLP_ROLES, *NORM_ROLES) if role in weights
+        )
         self.sizes = {role: weights[role].numel() for role in self.roles}
         self.loss = loss
         # The gradient at the output of each site, from the last to the first
@@ -210,7 +253,9 @@ class TransformerBlockHessian:
         """∂²loss/∂row∂column, (n_row, n_column), or its outer product (Gauss-Newton) or functional part."""
         check_part(part)
         for role in {row, column} & self.sizes.keys():  # the Jacobian is larger than the block
-            check_memory(self.output.numel(), self.sizes[role], self.output.dtype, self.output.device)
+            check_memory(
+                self.output.numel(), self.sizes[role], self.output.dtype, self.output.device
+            )
         if part == "outer":
             return self._outer(row, column)
         functional = self._functional(row, column)
@@ -218,8 +263,15 @@ class TransformerBlockHessian:
 
     def dense(self, part: Part = "full") -> Tensor:
         """The whole matrix, in the order of `roles`."""
-        check_memory(sum(self.sizes.values()), sum(self.sizes.values()), self.output.dtype, self.output.device)
-        starts = {role: sum(list(self.sizes.values())[:number]) for number, role in enumerate(self.roles)}
+        check_memory(
+            sum(self.sizes.values()),
+            sum(self.sizes.values()),
+            self.output.dtype,
+            self.output.device,
+        )
+        starts = {
+            role: sum(list(self.sizes.values())[:number]) for number, role in enumerate(self.roles)
+        }
         places = {role: slice(start, start + self.sizes[role]) for role, start in starts.items()}
         whole = self.output.new_empty(sum(self.sizes.values()), sum(self.sizes.values()))
         for number, row in enumerate(self.roles):
@@ -232,9 +284,9 @@ class TransformerBlockHessian:
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
         """A diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, never built: trace, diagonal, Frobenius norm, products with vectors.
 
-        Above attention no token acts on another. So to attention, and to the MLP, the rest of the block is a loss with one
-        Hessian K_i (d, d) for each token, and `SelfAttentionHessian` and `FeedForwardHessian` have the factored form. It takes
-        memory for B·L matrices d × d.
+        Above attention no token acts on another. So to attention, and to the MLP, the rest of the
+        block is a loss with one Hessian K_i (d, d) for each token, and `SelfAttentionHessian` and
+        `FeedForwardHessian` have the factored form. It takes memory for B·L matrices d × d.
 
         Args:
             role: "query", "key", "value" or "output" of one head, or a weight or bias of the MLP.
@@ -245,13 +297,17 @@ class TransformerBlockHessian:
             ValueError: For the role of a norm or a bias of attention.
         """
         check_part(part)
-        inner: Part = "outer" if part == "outer" else "full"  # the second derivatives of attention or MLP are functional
+        inner: Part = (
+            "outer" if part == "outer" else "full"
+        )  # the second derivatives of attention or MLP are functional
         if role in self._mlp.roles:
             curvature = self._curvature_at_sum(part).unflatten(0, self.output.shape[:-1])
             loss = _KnownLoss(self.value(), self._at_sum, curvature)
             return FeedForwardHessian(self._mlp, loss).factored(role, inner)
         if role not in ("query", "key", "value", "output") or role not in self.sizes:
-            raise ValueError(f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others.")
+            raise ValueError(
+                f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others."
+            )
         curvature = self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1])
         loss = _KnownLoss(self.value(), self._at_residual, curvature)
         w = self._weights
@@ -264,7 +320,9 @@ class TransformerBlockHessian:
             W_U=w.get("output"),
             mask=self._mask,
             scale=self._scale,
-            biases={name: w[f"{name}_bias"] for name in ("query", "key", "value") if f"{name}_bias" in w},
+            biases={
+                name: w[f"{name}_bias"] for name in ("query", "key", "value") if f"{name}_bias" in w
+            },
         )
         return attention.factored(role, head, inner)
 
@@ -273,7 +331,10 @@ class TransformerBlockHessian:
         curvature = self.loss.curvature(self.output).flatten(0, -3)
         if self._final is None:
             return torch.zeros_like(curvature) if part == "functional" else curvature
-        jacobian, functional = self._final.input_jacobian(), self._final.input_hessian(self.gradient_of_output)
+        jacobian, functional = (
+            self._final.input_jacobian(),
+            self._final.input_hessian(self.gradient_of_output),
+        )
         outer = jacobian.mT @ curvature @ jacobian
         return {"outer": outer, "functional": functional, "full": outer + functional}[part]
 
@@ -284,21 +345,29 @@ class TransformerBlockHessian:
         return self._kept[1]
 
     def _new_curvature_at_residual(self, part: Part) -> Tensor:
-        identity = torch.eye(self.output.shape[-1], dtype=self.output.dtype, device=self.output.device)
+        identity = torch.eye(
+            self.output.shape[-1], dtype=self.output.dtype, device=self.output.device
+        )
         middle = (
-            identity.expand(self.output.shape[:-1].numel(), -1, -1) if self._middle is None else self._middle.input_jacobian()
+            identity.expand(self.output.shape[:-1].numel(), -1, -1)
+            if self._middle is None
+            else self._middle.input_jacobian()
         )
         summed = self._mlp.input_jacobian() @ middle + (identity if self._pre else middle)  # ∂S/∂R
         total = summed.mT @ self._curvature_at_sum(part) @ summed
         if part == "outer":
             return total
         total = total + middle.mT @ self._mlp.input_hessian(self._at_sum) @ middle
-        return total if self._middle is None else total + self._middle.input_hessian(self._at_middle)
+        return (
+            total if self._middle is None else total + self._middle.input_hessian(self._at_middle)
+        )
 
     def _reach(self, role: str) -> tuple[Tensor | None, ...]:
         """The Jacobians of R, Y, S and Z by a weight, (B·L·d, n) each; None for what does not depend on it."""
         if role not in self.sizes:
-            raise ValueError(f"Invalid role {role!r}. Must be one of {', '.join(map(repr, self.roles))}.")
+            raise ValueError(
+                f"Invalid role {role!r}. Must be one of {', '.join(map(repr, self.roles))}."
+            )
         if role not in self._reached:
             residual = self.attention.jacobian(role) if role in self.attention.roles else None
             middle = _push(self._middle, role, residual)
@@ -319,7 +388,11 @@ class TransformerBlockHessian:
         total = self.output.new_zeros(self.sizes[row], self.sizes[column])
         if row in self.attention.roles and column in self.attention.roles:
             total = total + self.attention.functional(row, column, self._at_residual)
-        sites = ((self._middle, self._at_middle), (self._mlp, self._at_sum), (self._final, self.gradient_of_output))
+        sites = (
+            (self._middle, self._at_middle),
+            (self._mlp, self._at_sum),
+            (self._final, self.gradient_of_output),
+        )
         for (site, gradient), into_row, into_column in zip(sites, rows, columns):
             if site is not None:
                 total = total + _local(site, row, column, gradient, into_row, into_column)
@@ -338,13 +411,20 @@ class _KnownLoss:
     def gradient(self, output: Tensor) -> Tensor:
         return self._gradient
 
-    def curvature(self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def curvature(
+        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
+    ) -> Tensor:
         half = self._curvature if left is None else left @ self._curvature
         return half if right is None else half @ right.mT
 
 
 def _local(
-    site: _Site, row: str, column: str, g: Tensor, into_row: Tensor | None, into_column: Tensor | None
+    site: _Site,
+    row: str,
+    column: str,
+    g: Tensor,
+    into_row: Tensor | None,
+    into_column: Tensor | None,
 ) -> Tensor | float:
     """Σ g·∂²site between two weights, which are its own or enter with its input through their Jacobians."""
     total: Tensor | float = 0.0
@@ -387,16 +467,24 @@ def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
 def _check_width(what: str, output: Tensor, X: Tensor, culprit: str) -> None:
     if output.shape != X.shape:
         wanted = f"{X.shape[-1]} to be added to X"
-        raise ValueError(f"{what} gives {output.shape[-1]} entries a token. Must be {wanted}; check the weights {culprit}.")
+        raise ValueError(
+            f"{what} gives {output.shape[-1]} entries a token. Must be {wanted}; check the weights {culprit}."
+        )
 
 
-def _check_weights(weights: Mapping[str, Tensor], arrangement: str, norm: str | None, final_norm: bool) -> None:
+def _check_weights(
+    weights: Mapping[str, Tensor], arrangement: str, norm: str | None, final_norm: bool
+) -> None:
     missing = [role for role in REQUIRED if role not in weights]
     if missing:
-        raise ValueError(f"Invalid weights: {', '.join(missing)} missing. Must have {', '.join(REQUIRED)}.")
+        raise ValueError(
+            f"Invalid weights: {', '.join(missing)} missing. Must have {', '.join(REQUIRED)}."
+        )
     absent = {"first": arrangement == "post", "middle": False, "final": not final_norm}
     norms = tuple(role for role in NORM_ROLES if norm and not absent[role.split("_")[0]])
     allowed = (*ATTENTION_ROLES, *MLP_ROLES, *norms)
     unknown = [role for role in weights if role not in allowed]
     if unknown:
-        raise ValueError(f"Invalid weights: {', '.join(unknown)} not used here. Must be among {', '.join(allowed)}.")
+        raise ValueError(
+            f"Invalid weights: {', '.join(unknown)} not used here. Must be among {', '.join(allowed)}."
+        )

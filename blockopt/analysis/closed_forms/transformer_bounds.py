@@ -1,34 +1,41 @@
 """Bounds on the spectral norms of the Hessian's blocks, from norms of the data and weights alone, next to the true norms.
 
-Petrov et al. (arXiv 2510.16927, Theorems 1 and 6) bound the blocks of a post-norm transformer block with one head, ReLU and the
-squared error. Here are such bounds with what is wrong in print put right, each constant derived below. Norms are spectral
-unless marked F; c = 2/(L d); x = |X|; the weights are W_Q, W_K, W_V, W_1 (`mlp_in`) and W_2 (`mlp_out`).
+Petrov et al. (arXiv 2510.16927, Theorems 1 and 6) bound the blocks of a post-norm transformer block
+with one head, ReLU and the squared error. Here are such bounds with what is wrong in print put
+right, each constant derived below. Norms are spectral unless marked F; c = 2/(L d); x = |X|; the
+weights are W_Q, W_K, W_V, W_1 (`mlp_in`) and W_2 (`mlp_out`).
 
-**Attention.** Rows of the attention matrix A sum to 1, so |A| <= √L (printed: L). The derivative of a row a by its scores is
-C = diag(a) - aaᵀ with |C| <= 1/2, which two equal weights attain. Printed is 1/L, which holds for uniform attention only: the
-printed bound on H_o(Q,Q) fails where attention is peaked. So for G_k = ∂F/∂W_k
+**Attention.** Rows of the attention matrix A sum to 1, so |A| <= √L (printed: L). The derivative of
+a row a by its scores is C = diag(a) - aaᵀ with |C| <= 1/2, which two equal weights attain. Printed
+is 1/L, which holds for uniform attention only: the printed bound on H_o(Q,Q) fails where attention
+is peaked. So for G_k = ∂F/∂W_k
 
     |G_V| <= √L x        |G_Q| <= ½ x³ |W_K| |W_V| / √dk        |G_K| <= ½ x³ |W_Q| |W_V| / √dk
 
-The second derivative of a row is the third cumulant κ of its one-hot variable (printed: norm 6). As a form in three vectors it
-is at most √6/9 for any L: a symmetric form is largest at three equal unit vectors w (Banach), where it is the third central
-moment of the numbers w, at most range³/(6√3), and their range is at most √2. Unfolded to an L² × L matrix it is at most √3/2:
-κ(w, S) <= |C| |diag(S) - 2Sa| <= |C| √(1 + 4|a|²) for a unit matrix S, where |C| <= 2m(1 - m) and |a|² <= min(m, m² + (1 - m)²)
-with m = max a (the second for m >= 1/2). A search finds no more than √6/9 there, too.
+The second derivative of a row is the third cumulant κ of its one-hot variable (printed: norm 6). As
+a form in three vectors it is at most √6/9 for any L: a symmetric form is largest at three equal
+unit vectors w (Banach), where it is the third central moment of the numbers w, at most
+range³/(6√3), and their range is at most √2. Unfolded to an L² × L matrix it is at most √3/2: κ(w,
+S) <= |C| |diag(S) - 2Sa| <= |C| √(1 + 4|a|²) for a unit matrix S, where |C| <= 2m(1 - m) and |a|²
+<= min(m, m² + (1 - m)²) with m = max a (the second for m >= 1/2). A search finds no more than √6/9
+there, too.
 
-**Norms.** LayerNorm has |J| = 1/σ and a known |H|, exactly: see `Normalization`. So the constants 8, 12, 4 of Theorem 1, which
-are 2, 12, 2 in its proof, are not needed.
+**Norms.** LayerNorm has |J| = 1/σ and a known |H|, exactly: see `Normalization`. So the constants
+8, 12, 4 of Theorem 1, which are 2, 12, 2 in its proof, are not needed.
 
-**The block.** With B_i = ∂S/∂W_i, ξ_ij = ∂B_i/∂W_j and J_Y, J_Z, h_Y, h_Z the norms of the two LayerNorms' derivatives
+**The block.** With B_i = ∂S/∂W_i, ξ_ij = ∂B_i/∂W_j and J_Y, J_Z, h_Y, h_Z the norms of the two
+LayerNorms' derivatives
 
     |B_1| <= |W_2| |Y|   |B_2| <= |Y|_F |W_1|   |B_k| <= (1 + |W_1||W_2|) J_Y |G_k|   |Y| <= |Y|_F <= √(L d)
     |H_o(i,j)| <= c J_Z² |B_i| |B_j|
     |H_f(i,j)| <= |∂ℓ/∂Z| (J_Z |ξ_ij| + h_Z |B_i| |B_j|)
 
-where |ReLU(M)| <= |M|_F, as it can exceed |M|. Second derivatives are measured in one of two norms. "unfolded", as in the
-paper, is that of the matrix with L d n_i rows and n_j columns. "trilinear" is the largest value at three unit vectors, which is
-all that a contraction with ∂ℓ/∂Z needs; it is never more. The unfolded norm depends on which of the two weights is in the rows;
-the bounds are for the smaller of the two, which is enough for the loss (rows of W_2 can exceed |Y|_F in ξ_12, rows of W_1 not).
+where |ReLU(M)| <= |M|_F, as it can exceed |M|. Second derivatives are measured in one of two norms.
+"unfolded", as in the paper, is that of the matrix with L d n_i rows and n_j columns. "trilinear" is
+the largest value at three unit vectors, which is all that a contraction with ∂ℓ/∂Z needs; it is
+never more. The unfolded norm depends on which of the two weights is in the rows; the bounds are for
+the smaller of the two, which is enough for the loss (rows of W_2 can exceed |Y|_F in ξ_12, rows of
+W_1 not).
 
             trilinear                                            unfolded
     ξ_12    |Y|                                                  |Y|_F
@@ -39,8 +46,8 @@ the bounds are for the smaller of the two, which is enough for the loss (rows of
     Φ_QK    √6/9 x⁵ |W_Q||W_K||W_V| / dk + ½ x³ |W_V| / √dk      √3/2 for √6/9, and x² |X|_F for x³
     Φ_VQ    ½ x³ |W_K| / √dk                                     √min(d, L) times that
 
-Products of norms are far from the norm of a product: the bounds hold, but on random weights they are loose by orders of
-magnitude where attention is involved. `looseness` says by how much.
+Products of norms are far from the norm of a product: the bounds hold, but on random weights they
+are loose by orders of magnitude where attention is involved. `looseness` says by how much.
 """
 
 from __future__ import annotations
@@ -109,7 +116,9 @@ def attention_bounds(
     """
     check_part(part)
     attention = _Attention(X, weights, second)
-    hessian = SelfAttentionHessian(X, weights["query"], weights["key"], weights["value"], Y=target, mask=mask)
+    hessian = SelfAttentionHessian(
+        X, weights["query"], weights["key"], weights["value"], Y=target, mask=mask
+    )
     gradient = float(hessian.gradient_of_output.norm())
     c = 2 / hessian.gradient_of_output.numel()
     bounds = []
@@ -133,8 +142,8 @@ def transformer_bounds(
 ) -> list[Bound]:
     """Bounds for all pairs of the five weights of a post-norm block with one head, LayerNorm, ReLU and the squared error.
 
-    They use norms of X and the weights, the smallest standard deviation of a row before each of the two LayerNorms, and the
-    norm of the gradient at the output.
+    They use norms of X and the weights, the smallest standard deviation of a row before each of the
+    two LayerNorms, and the norm of the gradient at the output.
 
     Args:
         X: Tokens of one sequence, (L, d).
@@ -151,10 +160,16 @@ def transformer_bounds(
     check_part(part)
     extra = sorted(set(weights) - set(BLOCK))
     if extra:
-        raise ValueError(f"Invalid weights: {', '.join(extra)} not covered by the bounds. Must be {', '.join(BLOCK)}.")
+        raise ValueError(
+            f"Invalid weights: {', '.join(extra)} not covered by the bounds. Must be {', '.join(BLOCK)}."
+        )
     attention = _Attention(X, weights, second)
     hessian = TransformerBlockHessian(
-        *(X, weights, SquaredError(target)), arrangement="post", activation="relu", epsilon=epsilon, mask=mask
+        *(X, weights, SquaredError(target)),
+        arrangement="post",
+        activation="relu",
+        epsilon=epsilon,
+        mask=mask,
     )
     middle = Normalization(X + hessian.attention.output[0], epsilon=epsilon)
     W_1, W_2 = weights["mlp_in"], weights["mlp_out"]
@@ -175,7 +190,8 @@ def transformer_bounds(
 def whole_bound(bounds: Sequence[Bound]) -> float:
     """A bound on the norm of the whole matrix: the norm of the matrix of the blocks' bounds.
 
-    It is at most the number of roles times the largest of them, which is what the paper has (5 max, or 3 max for attention).
+    It is at most the number of roles times the largest of them, which is what the paper has (5 max,
+    or 3 max for attention).
 
     Example:
         >>> whole_bound([Bound("a", "a", 3.0, 1.0), Bound("a", "b", 4.0, 1.0), Bound("b", "b", 3.0, 1.0)])
@@ -186,7 +202,9 @@ def whole_bound(bounds: Sequence[Bound]) -> float:
     for entry in bounds:
         i, j = roles.index(entry.row), roles.index(entry.column)
         matrix[i, j] = matrix[j, i] = entry.bound
-    return float(torch.linalg.eigvalsh(matrix)[-1])  # of a matrix without negative entries, the largest in size
+    return float(
+        torch.linalg.eigvalsh(matrix)[-1]
+    )  # of a matrix without negative entries, the largest in size
 
 
 def bound_table(bounds: Sequence[Bound]) -> str:
@@ -199,7 +217,9 @@ def bound_table(bounds: Sequence[Bound]) -> str:
     """
     lines = [f"{'row':<9}{'column':<9}{'bound':>12}{'true':>12}{'bound / true':>14}"]
     for entry in bounds:
-        lines.append(f"{entry.row:<9}{entry.column:<9}{entry.bound:>12.3e}{entry.true:>12.3e}{entry.looseness:>14.1f}")
+        lines.append(
+            f"{entry.row:<9}{entry.column:<9}{entry.bound:>12.3e}{entry.true:>12.3e}{entry.looseness:>14.1f}"
+        )
     return "\n".join(lines)
 
 
@@ -220,7 +240,9 @@ class _Attention:
         self._cumulant = math.sqrt(3) / 2 if unfolded else math.sqrt(6) / 9
         self._scores = self._x**2 * (float(X.norm()) if unfolded else self._x)
         self._values = math.sqrt(min(X.shape[0], weights["value"].shape[1])) if unfolded else 1.0
-        through = {role: 0.5 * self._x**3 * self._other(role) / self._root for role in ("query", "key")}
+        through = {
+            role: 0.5 * self._x**3 * self._other(role) / self._root for role in ("query", "key")
+        }
         self.first = {role: bound * self._w["value"] for role, bound in through.items()}
         self.first["value"] = math.sqrt(X.shape[0]) * self._x
         self._through = through
@@ -231,8 +253,19 @@ class _Attention:
             return 0.0
         if "value" in (row, column):
             return self._values * self._through[row if column == "value" else column]
-        quadratic = self._cumulant * self._x**5 * self._other(row) * self._other(column) * self._w["value"] / self._root**2
-        return quadratic if row == column else quadratic + 0.5 * self._scores * self._w["value"] / self._root
+        quadratic = (
+            self._cumulant
+            * self._x**5
+            * self._other(row)
+            * self._other(column)
+            * self._w["value"]
+            / self._root**2
+        )
+        return (
+            quadratic
+            if row == column
+            else quadratic + 0.5 * self._scores * self._w["value"] / self._root
+        )
 
     def _other(self, role: str) -> float:
         """The norm of the weight that a query or key meets in the scores."""
@@ -242,7 +275,9 @@ class _Attention:
 class _Sum:
     """Bounds on the first and second derivatives of S = ReLU(Y W_1) W_2 + Y: |B_i| and |ξ_ij|."""
 
-    def __init__(self, attention: _Attention, W_1: Tensor, W_2: Tensor, J_Y: float, h_Y: float, norm: str) -> None:
+    def __init__(
+        self, attention: _Attention, W_1: Tensor, W_2: Tensor, J_Y: float, h_Y: float, norm: str
+    ) -> None:
         L, d = attention.tokens
         w_1, w_2, self._y = _norm(W_1), _norm(W_2), math.sqrt(L * d)
         self._attention, self._J_Y, self._h_Y, self._J_SY = attention, J_Y, h_Y, 1 + w_1 * w_2
@@ -275,7 +310,9 @@ def _norm(matrix: Tensor) -> float:
     size = float(matrix.abs().max())
     if size == 0:
         return 0.0
-    short = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT) / size  # so that no square underflows
+    short = (
+        matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    ) / size  # so that no square underflows
     return size * math.sqrt(torch.linalg.eigvalsh(short @ short.mT)[-1])
 
 

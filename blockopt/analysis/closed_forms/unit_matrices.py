@@ -19,7 +19,9 @@ class UnitMatrices:
         bends: e_i, (n, m), or None for none.
     """
 
-    def __init__(self, slopes: Tensor, W: Tensor, curvature: Tensor | None, bends: Tensor | None) -> None:
+    def __init__(
+        self, slopes: Tensor, W: Tensor, curvature: Tensor | None, bends: Tensor | None
+    ) -> None:
         self._slopes, self._W, self._curvature, self._bends = slopes, W, curvature, bends
         self.count, self.size = slopes.shape
 
@@ -33,7 +35,9 @@ class UnitMatrices:
         if self._curvature is None:
             return total
         step = self._step(self._W.numel())
-        squares = [((self._W @ curvature) * self._W).sum(-1) for curvature in self._curvature.split(step)]
+        squares = [
+            ((self._W @ curvature) * self._W).sum(-1) for curvature in self._curvature.split(step)
+        ]
         return total + self._slopes.square() * torch.cat(squares)
 
     def product(self, z: Tensor) -> Tensor:
@@ -49,7 +53,8 @@ class UnitMatrices:
         total = self._slopes.new_zeros(self.count, self.count)
         step = self._step(self.count * self.size)
         for start in range(0, self.size, step):
-            # Symmetric matrices: rows from `start` on, what is beyond the diagonal square counts twice.
+            # Symmetric matrices: rows from `start` on, what is beyond the diagonal square counts
+            # twice.
             stop = min(start + step, self.size)
             slab = self._slopes.new_zeros(self.count, stop - start, self.size - start)
             if self._curvature is not None:

@@ -31,17 +31,25 @@ def memory_needed(rows: int, columns: int, dtype: torch.dtype, chunk: int = 128)
     return (rows * columns + 3 * rows * min(chunk, columns)) * dtype.itemsize
 
 
-def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | None = None, progress: bool = False) -> Tensor:
+def dense(
+    operator: SymmetricOperator,
+    *,
+    chunk: int = 128,
+    max_bytes: int | None = None,
+    progress: bool = False,
+) -> Tensor:
     """The matrix of a symmetric operator, `A @ I`, made exactly symmetric: `(A + Aᵀ) / 2`.
 
-    A and its transpose differ by rounding only. If they differ by more, there is a warning with the number: the operator is
-    not symmetric, or not deterministic.
+    A and its transpose differ by rounding only. If they differ by more, there is a warning with the
+    number: the operator is not symmetric, or not deterministic.
 
     Args:
-        operator: Anything with `shape`, `dtype`, `device` and `@`: of a model, its parameters or heads, or in closed form.
+        operator: Anything with `shape`, `dtype`, `device` and `@`: of a model, its parameters or
+            heads, or in closed form.
         chunk: Columns a product.
         max_bytes: Memory that it may take; by default what is free now.
-        progress: Whether to show a bar over the chunks; needs rich. Give it here, not to the operator.
+        progress: Whether to show a bar over the chunks; needs rich. Give it here, not to the
+            operator.
 
     Raises:
         ValueError: If it does not fit into memory, or an argument is wrong.
@@ -58,10 +66,15 @@ def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | Non
     check_memory(size, size, operator.dtype, operator.device, chunk, max_bytes)
     matrix = _columns(operator, torch.arange(size), torch.arange(size), chunk, progress)
     if not bool(torch.isfinite(matrix).all()):
-        raise FloatingPointError("The matrix has entries that are not finite. Check weights and data for NaN or infinity.")
+        raise FloatingPointError(
+            "The matrix has entries that are not finite. Check weights and data for NaN or infinity."
+        )
     largest, asymmetry = 0.0, 0.0
     for start in range(0, size, chunk):  # in bands: no second matrix
-        upper, lower = matrix[start : start + chunk, start:], matrix[start:, start : start + chunk].T
+        upper, lower = (
+            matrix[start : start + chunk, start:],
+            matrix[start:, start : start + chunk].T,
+        )
         largest = max(largest, float(upper.abs().max()))
         asymmetry = max(asymmetry, float((upper - lower).abs().max()))
         mean = (upper + lower) / 2
@@ -79,7 +92,13 @@ def dense(operator: SymmetricOperator, *, chunk: int = 128, max_bytes: int | Non
 
 
 def dense_block(
-    operator: ModelOperator, rows: str, columns: str, *, chunk: int = 128, max_bytes: int | None = None, progress: bool = False
+    operator: ModelOperator,
+    rows: str,
+    columns: str,
+    *,
+    chunk: int = 128,
+    max_bytes: int | None = None,
+    progress: bool = False,
 ) -> Tensor:
     """The block of a model's matrix between two parameters, or two of their blocks, without the rest of the matrix.
 
@@ -114,7 +133,9 @@ def dense_block(
     return _columns(pair, left, right, chunk, progress)
 
 
-def _columns(operator: SymmetricOperator, rows: Tensor, columns: Tensor, chunk: int, progress: bool) -> Tensor:
+def _columns(
+    operator: SymmetricOperator, rows: Tensor, columns: Tensor, chunk: int, progress: bool
+) -> Tensor:
     size, options = operator.shape[0], {"dtype": operator.dtype, "device": operator.device}
     matrix: Tensor = torch.empty(len(rows), len(columns), **options)  # type: ignore[call-overload]
     whole = len(rows) == size
@@ -129,7 +150,12 @@ def _columns(operator: SymmetricOperator, rows: Tensor, columns: Tensor, chunk: 
 
 
 def check_memory(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, chunk: int = 1, max_bytes: int | None = None
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk: int = 1,
+    max_bytes: int | None = None,
 ) -> None:
     """Raise `ValueError`, with the numbers and the alternative, if a dense matrix does not fit into memory."""
     if not isinstance(chunk, int) or chunk < 1:
@@ -151,7 +177,10 @@ def check_memory(
 def _free_in_container() -> float:
     """Bytes that a control group of Linux leaves, infinity without one."""
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as most, open("/sys/fs/cgroup/memory.current") as now:
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as most,
+            open("/sys/fs/cgroup/memory.current") as now,
+        ):
             return int(most.read()) - int(now.read())
     except (OSError, ValueError):  # the file says "max" if there is no limit
         return math.inf
@@ -162,8 +191,12 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # what caches hold can be had too, unlike in sysconf
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        with open(
+            "/proc/meminfo", encoding="ascii"
+        ) as file:  # what caches hold can be had too, unlike in sysconf
+            free = next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+            )
         return int(min(free, _free_in_container()))
     except (OSError, StopIteration):
         pass

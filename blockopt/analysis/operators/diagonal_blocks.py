@@ -103,12 +103,16 @@ class Probed:
     def estimates(self, sizes: list[int], num_probes: int) -> tuple[list[Estimate], Estimate]:
         """The trace of each block, and the Frobenius norm of the whole.
 
-        `block_mass` gives the blocks one after another, each `num_probes` vectors of random signs on it and 0 elsewhere, or
-        its unit vectors if they are no more than that: sums over those are exact.
+        `block_mass` gives the blocks one after another, each `num_probes` vectors of random signs
+        on it and 0 elsewhere, or its unit vectors if they are no more than that: sums over those
+        are exact.
         """
         counts = [min(size, num_probes) for size in sizes]
         exact = [size <= num_probes for size in sizes]
-        forms, squares = torch.cat(self._forms).split(counts), torch.cat(self._squares).split(counts)
+        forms, squares = (
+            torch.cat(self._forms).split(counts),
+            torch.cat(self._squares).split(counts),
+        )
         traces = [_estimate(values, known) for values, known in zip(forms, exact)]
         columns = [_estimate(values, known) for values, known in zip(squares, exact)]
         return traces, root(total(columns))
@@ -134,7 +138,9 @@ def total(estimates: list[Estimate]) -> Estimate:
 def root(squared: Estimate) -> Estimate:
     """The square root; its standard error to first order."""
     value = math.sqrt(max(squared.value, 0.0))
-    return Estimate(value, squared.standard_error / (2 * value) if value > 0 else 0.0, squared.num_products)
+    return Estimate(
+        value, squared.standard_error / (2 * value) if value > 0 else 0.0, squared.num_products
+    )
 
 
 def find_parts(
@@ -145,11 +151,15 @@ def find_parts(
     Args:
         operator: Of the whole.
         blocks: Of its parameters.
-        by: As for `block_scales`: "role", "layer", "tensor" or "head". The first two pool blocks of several parameters.
+        by: As for `block_scales`: "role", "layer", "tensor" or "head". The first two pool blocks of
+            several parameters.
         ticker: Counts the products.
     """
     if by == "head":
-        return {label: (Part(one, None, ticker), operator.entries(label)) for label, one in operator.blocks().items()}
+        return {
+            label: (Part(one, None, ticker), operator.entries(label))
+            for label, one in operator.blocks().items()
+        }
     labels, groups = block_groups(blocks, by)
     members: dict[str, list[tuple[str, int]]] = {label: [] for label in labels}
     for name, group in groups.items():
@@ -160,7 +170,10 @@ def find_parts(
         entries = torch.cat([operator.entries(*member) for member in members[label]])
         restricted = operator.restrict({name for name, _ in members[label]})
         inside = torch.cat([restricted.entries(*member) for member in members[label]])
-        parts[label] = (Part(restricted, None if len(inside) == restricted.shape[0] else inside, ticker), entries)
+        parts[label] = (
+            Part(restricted, None if len(inside) == restricted.shape[0] else inside, ticker),
+            entries,
+        )
     return parts
 
 

@@ -1,8 +1,8 @@
 """Hessian, Gauss-Newton matrix and what lies between them as operators `A @ v`, of a whole model, a parameter or a head.
 
-The loss Hessian splits as `H = G + F`: `G = Jᵀ Λ J`, the Gauss-Newton or outer-product part, with the Jacobian J of the
-predictions and the Hessian Λ of the loss in them, and `F = Σ r ∇²f`, the functional part, with the predictions f and the
-derivative r of the loss by them.
+The loss Hessian splits as `H = G + F`: `G = Jᵀ Λ J`, the Gauss-Newton or outer-product part, with
+the Jacobian J of the predictions and the Hessian Λ of the loss in them, and `F = Σ r ∇²f`, the
+functional part, with the predictions f and the derivative r of the loss by them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blockopt.analysis.operators.parameter_vector import ParameterVector, all_finite
 from blockopt.analysis.progress import track
 from blockopt.blocks import Blocks
-from blockopt.measure.closures import Evaluation, Loss, Losses, batch_means, eager_math, refuse_sharded
+from blockopt.measure.closures import (
+    Evaluation,
+    Loss,
+    Losses,
+    batch_means,
+    eager_math,
+    refuse_sharded,
+)
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-# Columns of one matrix go through the graph together while their activations have at most this many entries: up to six times
-# faster for tiny models, where each operation costs more than its numbers, and no faster, only larger, beyond.
+# Columns of one matrix go through the graph together while their activations have at most this many
+# entries: up to six times faster for tiny models, where each operation costs more than its numbers,
+# and no faster, only larger, beyond.
 ENTRIES_AT_ONCE = 2**24
 
 Product = Callable[[Tensor], Tensor]
@@ -38,21 +46,25 @@ class ModelOperator(ParameterVector, ABC):
     """What the operators of a model share: the vector of parameters with its blocks, and the mean over batches.
 
     Args:
-        model: Any module with whole parameters (not FSDP2), of any dtype. It runs in evaluation mode and is left as it was.
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them; they are
-            averaged by tokens. Each product runs all of them, so what is given is kept as a list, a generator too.
-        names: The parameters to act on; by default all that are trainable. The others are constants.
+        model: Any module with whole parameters (not FSDP2), of any dtype. It runs in evaluation
+            mode and is left as it was.
+        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
+            or several of them; they are averaged by tokens. Each product runs all of them, so what
+            is given is kept as a list, a generator too.
+        names: The parameters to act on; by default all that are trainable. The others are
+            constants.
         blocks: What `find_blocks(model)` returns, for `block` and `blocks`; found there by default.
         progress: Whether to show a bar over the batches of each product; needs rich.
         check_deterministic: Whether to evaluate loss and gradient twice, and raise if they differ.
 
     Attributes:
-        names: The names of the parameters, in the order of `model.named_parameters()`, which is that of the vector; each is
-            flattened row-major.
+        names: The names of the parameters, in the order of `model.named_parameters()`, which is
+            that of the vector; each is flattened row-major.
         shape: `(n, n)`.
 
     Raises:
-        ValueError: If a name is wrong, the blocks do not fit, there is no closure, or a parameter is sharded.
+        ValueError: If a name is wrong, the blocks do not fit, there is no closure, or a parameter
+            is sharded.
         TypeError: If a closure is none, or returns no loss.
         RuntimeError: If two evaluations differ.
     """
@@ -100,7 +112,9 @@ class ModelOperator(ParameterVector, ABC):
                 products = [times(part) for part in rows.split(group)] if len(rows) else [rows]
                 return {"product": products[0] if len(products) == 1 else torch.cat(products)}
 
-            closures = track(self._closures, type(self).__name__, self._progress and len(self._closures) > 1)
+            closures = track(
+                self._closures, type(self).__name__, self._progress and len(self._closures) > 1
+            )
             product = batch_means(self._model, closures, measure)["product"]
         if not all_finite(product):
             raise FloatingPointError(
@@ -118,8 +132,9 @@ class ModelOperator(ParameterVector, ABC):
     def keep_graph(self) -> Iterator[None]:
         """Keep the graph of every batch from one product to the next while inside: for many products at the same weights.
 
-        That saves the forward and the first backward pass of each, for the memory of them all, so not with many batches. If
-        parameters or buffers have changed, the graphs are made anew. The data of the closures must not change.
+        That saves the forward and the first backward pass of each, for the memory of them all, so
+        not with many batches. If parameters or buffers have changed, the graphs are made anew. The
+        data of the closures must not change.
         """
         if self._kept is not None:
             yield
@@ -131,7 +146,9 @@ class ModelOperator(ParameterVector, ABC):
             self._kept = None
 
     @abstractmethod
-    def _linearize(self, evaluation: Evaluation, parameters: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _linearize(
+        self, evaluation: Evaluation, parameters: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
         """Run the batch, and return the map from `(m, *shape)` of each parameter to m products, of the same shapes."""
 
     def _graph(self, batch: int, evaluation: Evaluation) -> Product:
@@ -165,13 +182,24 @@ class ModelOperator(ParameterVector, ABC):
                 reached = torch.autograd.grad(loss, parameters, allow_unused=True)
             nonlocal used, narrow
             used = used or any(g is not None for g in reached)
-            narrow = narrow or (torch.finfo(loss.dtype).eps > torch.finfo(self.dtype).eps and loss.dtype)
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, reached)]
-            return {"loss": loss.reshape(1, 1), "gradient": self._flatten([g.unsqueeze(0) for g in gradients])}
+            narrow = narrow or (
+                torch.finfo(loss.dtype).eps > torch.finfo(self.dtype).eps and loss.dtype
+            )
+            gradients = [
+                torch.zeros_like(p) if g is None else g for p, g in zip(parameters, reached)
+            ]
+            return {
+                "loss": loss.reshape(1, 1),
+                "gradient": self._flatten([g.unsqueeze(0) for g in gradients]),
+            }
 
         with torch.inference_mode(False):
-            first = batch_means(self._model, self._closures, lambda evaluation: measure(False, evaluation))
-            second = batch_means(self._model, self._closures, lambda evaluation: measure(True, evaluation))
+            first = batch_means(
+                self._model, self._closures, lambda evaluation: measure(False, evaluation)
+            )
+            second = batch_means(
+                self._model, self._closures, lambda evaluation: measure(True, evaluation)
+            )
         if not used:
             raise ValueError(
                 f"The loss depends on none of the {len(self.names)} parameters, {self.names[0]!r} first. Is it the loss of "
@@ -206,10 +234,14 @@ class ModelOperator(ParameterVector, ABC):
             self._at_once = max(1, ENTRIES_AT_ONCE // max(counter.total, self.shape[0]))
         return self._at_once
 
-    def _pull(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+    def _pull(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """`Σ vectorᵀ ∂output/∂input` for each input and each of the m leading entries of the vectors."""
         number = len(vectors[0])
-        pairs = [(output, vector) for output, vector in zip(outputs, vectors) if output.requires_grad]
+        pairs = [
+            (output, vector) for output, vector in zip(outputs, vectors) if output.requires_grad
+        ]
         zeros = [x.new_zeros(1).expand(number, *x.shape) for x in inputs]
         if not pairs:
             return zeros
@@ -225,25 +257,32 @@ class ModelOperator(ParameterVector, ABC):
                 with warnings.catch_warnings():
                     warnings.filterwarnings("error", "There is a performance drop")
                     found = pulled([vector for _, vector in pairs], True)
-            except (RuntimeError, UserWarning):  # an operation without a rule for batches of vectors
+            except (
+                RuntimeError,
+                UserWarning,
+            ):  # an operation without a rule for batches of vectors
                 self._at_once = 1
         if found is None:
             each = [pulled([vector[i] for _, vector in pairs], False) for i in range(number)]
             found = [None if parts[0] is None else torch.stack(parts) for parts in zip(*each)]
         return [zero if product is None else product for zero, product in zip(zeros, found)]
 
-    def _second_derivative(self, value: Tensor, parameters: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _second_derivative(
+        self, value: Tensor, parameters: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
         """`v ↦ ∇² value v`, by a second backward pass."""
-        gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            value, parameters, create_graph=True, materialize_grads=True
+        )
         return lambda vectors: self._pull(gradients, parameters, vectors)
 
 
 class HessianOperator(ModelOperator):
     """The Hessian H of the loss: exact products by a second backward pass. Any loss. Arguments as for `ModelOperator`.
 
-    Attention runs on the math kernel, the only one with second derivatives, and compiled models run eagerly. Reverse over
-    reverse, not `torch.func.hessian` or `jvp` of `jacrev`: those give wrong numbers for LayerNorm with a weight, without an
-    error (torch 2.13; `jacfwd` of `grad` is right).
+    Attention runs on the math kernel, the only one with second derivatives, and compiled models run
+    eagerly. Reverse over reverse, not `torch.func.hessian` or `jvp` of `jacrev`: those give wrong
+    numbers for LayerNorm with a weight, without an error (torch 2.13; `jacfwd` of `grad` is right).
 
     Example:
         Loss `(3 w1 + 4 w2)²`:
@@ -254,19 +293,23 @@ class HessianOperator(ModelOperator):
         tensor([18., 24.])
     """
 
-    def _linearize(self, evaluation: Evaluation, parameters: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _linearize(
+        self, evaluation: Evaluation, parameters: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
         return self._second_derivative(evaluation(), parameters)
 
 
 class GaussNewtonOperator(ModelOperator):
     """The Gauss-Newton matrix `G = Jᵀ Λ J`, the outer-product part of the Hessian. Arguments as for `ModelOperator`.
 
-    Λ is the Hessian of the loss in the predictions, in closed form: the loss must call `F.cross_entropy`, `F.mse_loss` or
-    `F.binary_cross_entropy_with_logits`, with any of their options. No matrix of vocabulary times vocabulary is built. What
-    else the loss holds has no part in G: it belongs to `FunctionalOperator`, and there is a warning if it is over 1 %.
+    Λ is the Hessian of the loss in the predictions, in closed form: the loss must call
+    `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits`, with any of their
+    options. No matrix of vocabulary times vocabulary is built. What else the loss holds has no part
+    in G: it belongs to `FunctionalOperator`, and there is a warning if it is over 1 %.
 
     Example:
-        Squared error of one output, loss `(3 w1 + 4 w2)²`, which is linear in the weights: G is the Hessian.
+        Squared error of one output, loss `(3 w1 + 4 w2)²`, which is linear in the weights: G is the
+        Hessian.
 
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
         >>> G = GaussNewtonOperator(model, lambda: nn.functional.mse_loss(model(x), torch.zeros(1, 1)))
@@ -274,7 +317,9 @@ class GaussNewtonOperator(ModelOperator):
         tensor([18., 24.])
     """
 
-    def _linearize(self, evaluation: Evaluation, parameters: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _linearize(
+        self, evaluation: Evaluation, parameters: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
         with CaptureLosses() as seen:
             loss = evaluation()
         curvature = LossCurvature(loss, seen.calls)
@@ -294,11 +339,13 @@ class GaussNewtonOperator(ModelOperator):
 class FunctionalOperator(ModelOperator):
     """The functional part `F = H - G = Σ r ∇²f` of the Hessian. Arguments as for `ModelOperator`, losses as for G.
 
-    Not the difference of two products, which would lose all digits where F is far smaller than H: one second derivative of the
-    loss with its cross-entropy or squared error made linear in the predictions f.
+    Not the difference of two products, which would lose all digits where F is far smaller than H:
+    one second derivative of the loss with its cross-entropy or squared error made linear in the
+    predictions f.
 
     Example:
-        Loss `(w1 w2)²` at w = (1, 2), with the Hessian ((8, 8), (8, 2)) and the Gauss-Newton matrix ((8, 4), (4, 2)):
+        Loss `(w1 w2)²` at w = (1, 2), with the Hessian ((8, 8), (8, 2)) and the Gauss-Newton matrix
+        ((8, 4), (4, 2)):
 
         >>> model = nn.ParameterList([torch.tensor(1.0), torch.tensor(2.0)])
         >>> F = FunctionalOperator(model, lambda: nn.functional.mse_loss(model[0] * model[1], torch.tensor(0.0)))
@@ -307,10 +354,14 @@ class FunctionalOperator(ModelOperator):
                 [4., 0.]])
     """
 
-    def _linearize(self, evaluation: Evaluation, parameters: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _linearize(
+        self, evaluation: Evaluation, parameters: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
         with CaptureLosses() as seen:
             loss = evaluation()
-        return self._second_derivative(loss + LossCurvature(loss, seen.calls).residual(), parameters)
+        return self._second_derivative(
+            loss + LossCurvature(loss, seen.calls).residual(), parameters
+        )
 
 
 class _Kept:
@@ -349,7 +400,9 @@ class _CountEntries(TorchDispatchMode):
 
 def _closures(losses: Losses) -> list[Loss]:
     if isinstance(losses, Tensor):
-        raise TypeError("Invalid losses: a tensor. Must be a closure that computes it, such as `lambda: model(**batch).loss`.")
+        raise TypeError(
+            "Invalid losses: a tensor. Must be a closure that computes it, such as `lambda: model(**batch).loss`."
+        )
     closures: list[Any] = [losses] if callable(losses) else list(losses)
     if not closures:
         raise ValueError("Invalid losses: no closure. Must be one or more.")

@@ -25,14 +25,18 @@ class ParameterVector:
     Args:
         model: Any module.
         names: The parameters; by default all that are trainable.
-        blocks: What `find_blocks(model)` returns; found when asked for by default, since not all models can be read.
+        blocks: What `find_blocks(model)` returns; found when asked for by default, since not all
+            models can be read.
 
     Attributes:
-        names: The names of the parameters, in the order of `model.named_parameters()`, which is that of the vector.
+        names: The names of the parameters, in the order of `model.named_parameters()`, which is
+            that of the vector.
         shape: `(n, n)`, that of an operator on these vectors.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str] | None, blocks: Mapping[str, Blocks] | None) -> None:
+    def __init__(
+        self, model: nn.Module, names: Iterable[str] | None, blocks: Mapping[str, Blocks] | None
+    ) -> None:
         self._model = model
         self._blocks = None if blocks is None else checked_blocks(model, blocks)
         self._index: int | None = None  # of the block in its parameter
@@ -57,7 +61,8 @@ class ParameterVector:
 
         Args:
             name: Of the parameter, or a label of `blocks()`.
-            index: Of the block among those of the parameter in `blocks`, from 0; by default the whole parameter.
+            index: Of the block among those of the parameter in `blocks`, from 0; by default the
+                whole parameter.
 
         Raises:
             ValueError: If there is no such parameter or block.
@@ -69,10 +74,14 @@ class ParameterVector:
     def blocks(self) -> dict[str, Self]:
         """All diagonal blocks by label, such as `h.0.attn.c_attn.weight query head 1`.
 
-        Rows of embeddings and MLPs are blocks of their own, many, unless `blocks=find_blocks(model, per_row=())` was given.
+        Rows of embeddings and MLPs are blocks of their own, many, unless `blocks=find_blocks(model,
+        per_row=())` was given.
         """
         sizes = {name: self._sizes(name) for name in self.names}
-        return {label: self._part((name,), i, sizes[name][i]) for label, (name, i) in self._all_labels().items()}
+        return {
+            label: self._part((name,), i, sizes[name][i])
+            for label, (name, i) in self._all_labels().items()
+        }
 
     def _part(self, names: tuple[str, ...], index: int | None, size: int) -> Self:
         part = copy.copy(self)
@@ -81,7 +90,9 @@ class ParameterVector:
 
     def _sizes(self, name: str) -> list[int]:
         """The number of entries of each block."""
-        return block_numel(tuple(self._parameters()[name].shape), self._found_blocks()[name].split).tolist()
+        return block_numel(
+            tuple(self._parameters()[name].shape), self._found_blocks()[name].split
+        ).tolist()
 
     def restrict(self, names: Iterable[str]) -> Self:
         """The same on some of the parameters; the others are constants.
@@ -101,7 +112,9 @@ class ParameterVector:
             return torch.arange(self.shape[0])
         sizes = {n: p.numel() for n, p in self._parameters().items()}
         start = sum(sizes[n] for n in self.names[: self.names.index(name)])
-        return start + (torch.arange(sizes[name]) if index is None else self._entries_of(name, index))
+        return start + (
+            torch.arange(sizes[name]) if index is None else self._entries_of(name, index)
+        )
 
     def to_dict(self, v: Tensor) -> dict[str, Tensor]:
         """A vector as `{name: tensor of the parameter's shape}`, zero outside of the block if the operator has only one."""
@@ -118,7 +131,9 @@ class ParameterVector:
         for name, p in self._parameters().items():
             if name not in values or values[name].shape != p.shape:
                 got = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
-                raise ValueError(f"Invalid values: {name!r} {got}. Must be a tensor of shape {tuple(p.shape)}.")
+                raise ValueError(
+                    f"Invalid values: {name!r} {got}. Must be a tensor of shape {tuple(p.shape)}."
+                )
         return self._flatten([values[name].detach().unsqueeze(0) for name in self.names]).squeeze(0)
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -133,9 +148,14 @@ class ParameterVector:
         parameters = self._parameters()
         if self._index is not None:
             (p,) = parameters.values()
-            rows = rows.new_zeros(len(rows), p.numel()).index_copy(1, self._own_entries(rows.device), rows)
+            rows = rows.new_zeros(len(rows), p.numel()).index_copy(
+                1, self._own_entries(rows.device), rows
+            )
         pieces = rows.split([p.numel() for p in parameters.values()], 1)
-        return [piece.reshape(len(rows), *p.shape).to(p) for piece, p in zip(pieces, parameters.values())]
+        return [
+            piece.reshape(len(rows), *p.shape).to(p)
+            for piece, p in zip(pieces, parameters.values())
+        ]
 
     def _flatten(self, pieces: Sequence[Tensor]) -> Tensor:
         dtype, device = self.dtype, self.device
@@ -162,7 +182,9 @@ class ParameterVector:
     def _all_labels(self) -> dict[str, tuple[str, int]]:
         if self._labels is None:
             blocks = self._found_blocks()
-            self._labels = {label: (n, i) for n in blocks for i, label in enumerate(_labels_of(n, blocks[n]))}
+            self._labels = {
+                label: (n, i) for n in blocks for i, label in enumerate(_labels_of(n, blocks[n]))
+            }
         return {
             label: (name, index)
             for label, (name, index) in self._labels.items()
@@ -173,14 +195,20 @@ class ParameterVector:
         if index is None and name not in self.names and name in self._all_labels():
             name, index = self._all_labels()[name]
         if name not in self.names:
-            raise ValueError(f"Invalid name={name!r}. Must be one of the operator's parameters, such as {self.names[0]!r}.")
+            raise ValueError(
+                f"Invalid name={name!r}. Must be one of the operator's parameters, such as {self.names[0]!r}."
+            )
         if index is None:
             return name, self._index
         number = self._found_blocks()[name].num_blocks
         if index not in range(number):
-            raise ValueError(f"Invalid index={index}. Must be in 0..{number - 1}, the blocks of {name!r}.")
+            raise ValueError(
+                f"Invalid index={index}. Must be in 0..{number - 1}, the blocks of {name!r}."
+            )
         if self._index not in (None, index):
-            raise ValueError(f"Invalid index={index}. This operator is block {self._index} of {name!r} already.")
+            raise ValueError(
+                f"Invalid index={index}. This operator is block {self._index} of {name!r} already."
+            )
         return name, index
 
     def _check_vector(self, v: Any, ndims: tuple[int, ...] = (1, 2)) -> None:
@@ -193,9 +221,13 @@ class ParameterVector:
             shapes = " or ".join(("", f"({size},)", f"({size}, k)")[ndim] for ndim in ndims)
             raise ValueError(f"Invalid v of shape {tuple(v.shape)}. Must be {shapes}.")
         if v.dtype != self.dtype:
-            raise TypeError(f"Invalid v of {v.dtype}. Must be {self.dtype}, that of the parameters: v.to(operator.dtype).")
+            raise TypeError(
+                f"Invalid v of {v.dtype}. Must be {self.dtype}, that of the parameters: v.to(operator.dtype)."
+            )
         if v.device != self.device:
-            raise ValueError(f"Invalid v on {v.device}. Must be on {self.device}: v.to(operator.device).")
+            raise ValueError(
+                f"Invalid v on {v.device}. Must be on {self.device}: v.to(operator.device)."
+            )
         if not all_finite(v):
             raise ValueError("Invalid v: it has entries that are NaN or infinite.")
 
@@ -205,7 +237,9 @@ def all_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
-def _checked_names(names: Iterable[str] | None, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _checked_names(
+    names: Iterable[str] | None, parameters: Mapping[str, Tensor]
+) -> tuple[str, ...]:
     if not parameters:
         raise ValueError("Invalid model: it has no trainable parameters.")
     if names is None:
@@ -227,8 +261,14 @@ def _labels_of(name: str, blocks: Blocks) -> list[str]:
     number, labels = Counter(roles), []
     for role in roles:
         unit = "head" if role in ("query", "key", "value", "output") else "block"
-        if unit == "block" and blocks.split is not None and blocks.split.num_blocks == blocks.split.length:
+        if (
+            unit == "block"
+            and blocks.split is not None
+            and blocks.split.num_blocks == blocks.split.length
+        ):
             unit = "column" if blocks.split.dim else "row"
-        labels.append(f"{name} {role} {unit} {seen[role]}" if number[role] > 1 else f"{name} {role}")
+        labels.append(
+            f"{name} {role} {unit} {seen[role]}" if number[role] > 1 else f"{name} {role}"
+        )
         seen[role] += 1
     return labels

@@ -50,8 +50,9 @@ class SymmetricOperator(Protocol):
 class Lanczos(NamedTuple):
     """`A V = V T + remainder · v eᵀ`: `V` has m orthonormal columns, `T` is tridiagonal, `e` is the last unit vector.
 
-    `alphas` (m,) is the diagonal of `T`, `betas` (m - 1,) its off-diagonal, 0 where a new vector was drawn, `basis` (n, m) is
-    `V`, and `remainder` is 0 if the basis spans an invariant subspace. All in float64.
+    `alphas` (m,) is the diagonal of `T`, `betas` (m - 1,) its off-diagonal, 0 where a new vector
+    was drawn, `basis` (n, m) is `V`, and `remainder` is 0 if the basis spans an invariant subspace.
+    All in float64.
     """
 
     alphas: Tensor
@@ -87,9 +88,13 @@ class SpectralDensity(NamedTuple):
     def density(self, grid: Tensor, width: float) -> Tensor:
         """`Σ weights · N(grid; nodes, width²)`: each node widened to a normal density with standard deviation `width`."""
         if not width > 0:
-            raise ValueError(f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a good start.")
+            raise ValueError(
+                f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a good start."
+            )
         distance = (grid.to(self.nodes)[..., None] - self.nodes) / width
-        return (torch.exp(-0.5 * distance.square()) @ self.weights) / (width * math.sqrt(2 * math.pi))
+        return (torch.exp(-0.5 * distance.square()) @ self.weights) / (
+            width * math.sqrt(2 * math.pi)
+        )
 
     def on_log_axis(self, threshold: float) -> SpectralDensity:
         """The same on the axis of `symmetric_log`, for spectra that span orders of magnitude on both sides of 0."""
@@ -104,20 +109,27 @@ def symmetric_log(values: Tensor, threshold: float) -> Tensor:
         tensor([-1.,  0.,  2.])
     """
     if not threshold > 0:
-        raise ValueError(f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues count as small.")
+        raise ValueError(
+            f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues count as small."
+        )
     return values.sign() * torch.log10(1 + values.abs() / threshold)
 
 
 def check_symmetric(
-    operator: SymmetricOperator, *, tolerance: float | None = None, generator: torch.Generator | None = None
+    operator: SymmetricOperator,
+    *,
+    tolerance: float | None = None,
+    generator: torch.Generator | None = None,
 ) -> float:
     """Raise `ValueError` unless `u · A v = v · A u` for two random normal vectors, which costs two products.
 
-    An operator that is not symmetric is found out almost surely: the difference has variance `‖A − Aᵀ‖_F²`.
+    An operator that is not symmetric is found out almost surely: the difference has variance `‖A −
+    Aᵀ‖_F²`.
 
     Args:
         operator: Any operator.
-        tolerance: How large `|u · A v − v · A u| / (‖A u‖ + ‖A v‖)` may be; by default the root of the precision of its dtype.
+        tolerance: How large `|u · A v − v · A u| / (‖A u‖ + ‖A v‖)` may be; by default the root of
+            the precision of its dtype.
         generator: Draws the vectors; by default one with seed 0.
 
     Returns:
@@ -137,7 +149,9 @@ def check_symmetric(
     limit = torch.finfo(operator.dtype).eps ** 0.5 if tolerance is None else tolerance
     if not ratio <= limit:
         cure = "Must be symmetric and deterministic (no dropout, the same data at each product)."
-        raise ValueError(f"Invalid operator: |u·Av − v·Au| is {ratio:.1e} of ‖Au‖ + ‖Av‖, more than {limit:.1e}. {cure}")
+        raise ValueError(
+            f"Invalid operator: |u·Av − v·Au| is {ratio:.1e} of ‖Au‖ + ‖Av‖, more than {limit:.1e}. {cure}"
+        )
     return ratio
 
 
@@ -151,11 +165,13 @@ def lanczos(
 ) -> Lanczos:
     """Tridiagonal matrix and orthonormal basis of the Krylov space of `start`, with full re-orthogonalisation.
 
-    The recurrence runs in float64 whatever the dtype of the operator; each new vector is made orthogonal to all others twice,
-    so no eigenvalue shows up more often than it should. The basis takes 8 n · num_steps bytes.
+    The recurrence runs in float64 whatever the dtype of the operator; each new vector is made
+    orthogonal to all others twice, so no eigenvalue shows up more often than it should. The basis
+    takes 8 n · num_steps bytes.
 
-    One start vector sees each eigenvalue once, however often it is repeated: the Krylov space then ends early. With `restart`,
-    a random vector orthogonal to the basis takes over, and the copies are found; without, the result is shorter.
+    One start vector sees each eigenvalue once, however often it is repeated: the Krylov space then
+    ends early. With `restart`, a random vector orthogonal to the basis takes over, and the copies
+    are found; without, the result is shorter.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
@@ -176,7 +192,9 @@ def lanczos(
     check_count("num_steps", num_steps)
     n, generator = size(operator), default_generator(generator)
     steps = min(num_steps, n)
-    rows = torch.zeros(steps, n, dtype=torch.float64, device=operator.device)  # V transposed: its vectors are contiguous
+    rows = torch.zeros(
+        steps, n, dtype=torch.float64, device=operator.device
+    )  # V transposed: its vectors are contiguous
     rows[0] = unit_start(operator, start, generator)
     alphas, betas, largest, remainder = [], [], 0.0, 0.0
     for step in range(steps):
@@ -187,7 +205,11 @@ def lanczos(
         if step + 1 == steps or (remainder == 0 and not restart):
             break
         betas.append(remainder)
-        rows[step + 1] = rest / remainder if remainder > 0 else orthogonal_start(operator, rows[: step + 1], generator)
+        rows[step + 1] = (
+            rest / remainder
+            if remainder > 0
+            else orthogonal_start(operator, rows[: step + 1], generator)
+        )
     made = torch.tensor(alphas, dtype=torch.float64), torch.tensor(betas, dtype=torch.float64)
     return Lanczos(*made, rows[: len(alphas)].T, remainder)
 
@@ -202,11 +224,13 @@ def spectral_density(
 ) -> SpectralDensity:
     """The distribution of the eigenvalues by stochastic Lanczos quadrature: nodes, and weights that sum to 1.
 
-    Each probe of random signs gives `num_steps` nodes, and weights that integrate polynomials up to degree 2 · num_steps - 1
-    exactly as the probe sees them; their mean over probes has no bias. It costs num_steps · num_probes products at most, and
-    less where the Krylov space of a probe ends early.
+    Each probe of random signs gives `num_steps` nodes, and weights that integrate polynomials up to
+    degree 2 · num_steps - 1 exactly as the probe sees them; their mean over probes has no bias. It
+    costs num_steps · num_probes products at most, and less where the Krylov space of a probe ends
+    early.
 
-    The weight of a lone eigenvalue, 1/n, comes with noise of about its own size a probe: see `top_eigenpairs` for those.
+    The weight of a lone eigenvalue, 1/n, comes with noise of about its own size a probe: see
+    `top_eigenpairs` for those.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
@@ -232,7 +256,11 @@ def spectral_density(
         for _ in range(num_probes):
             start = random_signs(n, operator.device, generator)
             # What a restart would find has weight 0: the probe does not see it.
-            found.append(lanczos(operator, num_steps, start=start, restart=False, generator=generator).quadrature())
+            found.append(
+                lanczos(
+                    operator, num_steps, start=start, restart=False, generator=generator
+                ).quadrature()
+            )
             advance(1)
     nodes, order = torch.cat([one.nodes for one in found]).sort()
     weights = torch.cat([one.weights for one in found])[order]

@@ -20,8 +20,9 @@ MARGIN = 5.0  # widths that the common axis goes beyond the outermost eigenvalue
 class Spread(NamedTuple):
     """How far positive numbers are apart.
 
-    `ratio` is the largest over the smallest, `log10_deviation` the standard deviation of their logarithms to base 10 (over all
-    of them, so 0 for one). Both are infinite, and the geometric mean is 0, if the smallest is 0.
+    `ratio` is the largest over the smallest, `log10_deviation` the standard deviation of their
+    logarithms to base 10 (over all of them, so 0 for one). Both are infinite, and the geometric
+    mean is 0, if the smallest is 0.
     """
 
     num_blocks: int
@@ -65,10 +66,14 @@ def norm_spread(norms: Mapping[str, float]) -> Spread:
         ratio, deviation = (1.0, 0.0) if high == 0 else (math.inf, math.inf)
         return Spread(len(values), low, high, 0.0, ratio, deviation)
     logs = values.log10()
-    return Spread(len(values), low, high, 10 ** float(logs.mean()), high / low, float(logs.std(correction=0)))
+    return Spread(
+        len(values), low, high, 10 ** float(logs.mean()), high / low, float(logs.std(correction=0))
+    )
 
 
-def norm_spread_by_group(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, Spread]:
+def norm_spread_by_group(
+    norms: Mapping[str, float], groups: Mapping[str, str]
+) -> dict[str, Spread]:
     """The spread of norms within each group of blocks, such as all blocks of a role; the groups in the order of `norms`.
 
     Args:
@@ -81,7 +86,9 @@ def norm_spread_by_group(norms: Mapping[str, float], groups: Mapping[str, str]) 
         {'query': (2.0, 4.0), 'value': (1.0, 1.0)}
     """
     if missing := [label for label in norms if label not in groups]:
-        raise ValueError(f"Invalid groups: lacks {missing[:3]}. Must give the group of every block.")
+        raise ValueError(
+            f"Invalid groups: lacks {missing[:3]}. Must give the group of every block."
+        )
     members: dict[str, dict[str, float]] = {}
     for label, norm in norms.items():
         members.setdefault(groups[label], {})[label] = norm
@@ -98,15 +105,16 @@ def jensen_shannon(
 ) -> JensenShannon:
     """Jensen-Shannon distance between the distributions of eigenvalues of each pair of blocks.
 
-    `JS(P, Q) = sqrt((KL(P | M) + KL(Q | M)) / 2)` with `M = (P + Q) / 2` and logarithms to base 2: 0 for equal spectra, 1 for
-    spectra far apart. By the mean over pairs, Zhang et al., "Why Transformers need Adam" (2024), measure how heterogeneous the
-    blocks of a model are. Their published code does not have it, so these choices are ours: one axis for all blocks,
-    from the smallest to the largest eigenvalue of any; each eigenvalue widened to a normal density of `width` times the length
-    of the axis, so that rounding at the edge of a bin does not matter; the exact mass of that in each of `num_bins` equal bins,
-    which reach 5 widths beyond the ends.
+    `JS(P, Q) = sqrt((KL(P | M) + KL(Q | M)) / 2)` with `M = (P + Q) / 2` and logarithms to base 2:
+    0 for equal spectra, 1 for spectra far apart. By the mean over pairs, Zhang et al., "Why
+    Transformers need Adam" (2024), measure how heterogeneous the blocks of a model are. Their
+    published code does not have it, so these choices are ours: one axis for all blocks, from the
+    smallest to the largest eigenvalue of any; each eigenvalue widened to a normal density of
+    `width` times the length of the axis, so that rounding at the edge of a bin does not matter; the
+    exact mass of that in each of `num_bins` equal bins, which reach 5 widths beyond the ends.
 
-    On a linear axis the flat part of every block falls into the bins around 0, and outliers decide. A symmetric log axis
-    tells apart flat blocks that differ by orders of magnitude.
+    On a linear axis the flat part of every block falls into the bins around 0, and outliers decide.
+    A symmetric log axis tells apart flat blocks that differ by orders of magnitude.
 
     Args:
         spectra: `{label: all eigenvalues, or a SpectralDensity}` of at least two blocks.
@@ -130,11 +138,15 @@ def jensen_shannon(
     if len(spectra) < 2:
         raise ValueError(f"Invalid spectra of {list(spectra)}. Must be of at least two blocks.")
     if axis not in get_args(Axis):
-        raise ValueError(f"Invalid axis={axis!r}. Must be one of {', '.join(map(repr, get_args(Axis)))}.")
+        raise ValueError(
+            f"Invalid axis={axis!r}. Must be one of {', '.join(map(repr, get_args(Axis)))}."
+        )
     if not 0 < width < math.inf:
         raise ValueError(f"Invalid width={width}. Must be > 0 and finite.")
     if threshold is not None and axis == "linear":
-        raise ValueError(f"Invalid threshold={threshold} with axis='linear'. Must be None, or axis='symmetric log'.")
+        raise ValueError(
+            f"Invalid threshold={threshold} with axis='linear'. Must be None, or axis='symmetric log'."
+        )
     check_count("num_bins", num_bins, smallest=2)
     densities = {label: _distribution(label, spectrum) for label, spectrum in spectra.items()}
     if axis == "symmetric log":
@@ -144,8 +156,12 @@ def jensen_shannon(
     low = min(float(density.nodes[0]) for density in densities.values())
     high = max(float(density.nodes[-1]) for density in densities.values())
     deviation = width * ((high - low) or 1.0)  # all eigenvalues equal: any axis will do
-    edges = torch.linspace(low - MARGIN * deviation, high + MARGIN * deviation, num_bins + 1, dtype=torch.float64)
-    P = torch.stack([_mass_in_bins(density, edges, deviation) for density in densities.values()])  # (blocks, bins)
+    edges = torch.linspace(
+        low - MARGIN * deviation, high + MARGIN * deviation, num_bins + 1, dtype=torch.float64
+    )
+    P = torch.stack(
+        [_mass_in_bins(density, edges, deviation) for density in densities.values()]
+    )  # (blocks, bins)
     matrix = torch.stack([_distances(row, P) for row in P])
     matrix = (matrix + matrix.T) / 2  # equal but for rounding
     matrix.fill_diagonal_(0)
@@ -156,12 +172,13 @@ def jensen_shannon(
 def negative_share(spectrum: Spectrum, *, tolerance: float = 1e-9) -> NegativeShare:
     """How much of the curvature is negative: the share of eigenvalues, and of `Σ |λ|`.
 
-    From a SpectralDensity, the share of eigenvalues is no finer than the weight of a node near 0: take many steps.
+    From a SpectralDensity, the share of eigenvalues is no finer than the weight of a node near 0:
+    take many steps.
 
     Args:
         spectrum: All eigenvalues, or a SpectralDensity.
-        tolerance: Eigenvalues above `-tolerance · max |λ|` count as 0: rounding makes half of the zeros of a singular matrix
-            negative. Take 1e-5 or so for one computed in float32.
+        tolerance: Eigenvalues above `-tolerance · max |λ|` count as 0: rounding makes half of the
+            zeros of a singular matrix negative. Take 1e-5 or so for one computed in float32.
 
     Example:
         >>> negative_share(torch.tensor([-1.0, -1e-20, 0.0, 3.0]))
@@ -184,7 +201,11 @@ def _distribution(label: str, spectrum: Spectrum) -> SpectralDensity:
         return spectrum
     values = spectrum.detach().cpu().double()
     if values.ndim != 1 or len(values) == 0 or not torch.isfinite(values).all():
-        given = f"shape {tuple(values.shape)}" if values.ndim != 1 or len(values) == 0 else "values that are not finite"
+        given = (
+            f"shape {tuple(values.shape)}"
+            if values.ndim != 1 or len(values) == 0
+            else "values that are not finite"
+        )
         raise ValueError(
             f"Invalid spectrum {label!r} of {given}. Must be a vector of finite eigenvalues, or a SpectralDensity."
         )
@@ -193,7 +214,9 @@ def _distribution(label: str, spectrum: Spectrum) -> SpectralDensity:
 
 def _mass_in_bins(density: SpectralDensity, edges: Tensor, deviation: float) -> Tensor:
     below = torch.zeros_like(edges)
-    for nodes, weights in zip(density.nodes.split(4096), density.weights.split(4096)):  # bounds the memory
+    for nodes, weights in zip(
+        density.nodes.split(4096), density.weights.split(4096)
+    ):  # bounds the memory
         below += torch.special.ndtr((edges[:, None] - nodes) / deviation) @ weights
     mass: Tensor = below.diff().clamp(min=0)
     return mass / mass.sum()
@@ -201,7 +224,9 @@ def _mass_in_bins(density: SpectralDensity, edges: Tensor, deviation: float) -> 
 
 def _distances(p: Tensor, Q: Tensor) -> Tensor:
     """Jensen-Shannon distance of `p` (bins,) to each row of `Q`."""
-    M = ((p + Q) / 2).clamp(min=1e-300)  # not 0: both may be, and so may the half of a denormal number
+    M = ((p + Q) / 2).clamp(
+        min=1e-300
+    )  # not 0: both may be, and so may the half of a denormal number
     terms = torch.special.xlogy(p, p / M) + torch.special.xlogy(Q, Q / M)
     divergence: Tensor = terms.sum(1) / (2 * math.log(2))
     return divergence.clamp(0, 1).sqrt()

@@ -46,19 +46,22 @@ def trace(
 ) -> Estimate:
     """The trace of `A`, without bias: the mean of `z · A z` over probes `z` of random signs (Hutchinson, 1990).
 
-    Its variance is `2 (‖A‖_F² − Σ_i A_ii²)` a probe. "hutch++" (Meyer et al., 2021) spends a third of the products to find a
-    subspace `Q` of large eigenvalues, a third on its exact share `tr(Qᵀ A Q)`, and the rest on probes outside of it: much
-    better where few eigenvalues make up most of the norm, as in a Hessian, and no worse by much elsewhere.
+    Its variance is `2 (‖A‖_F² − Σ_i A_ii²)` a probe. "hutch++" (Meyer et al., 2021) spends a third
+    of the products to find a subspace `Q` of large eigenvalues, a third on its exact share `tr(Qᵀ A
+    Q)`, and the rest on probes outside of it: much better where few eigenvalues make up most of the
+    norm, as in a Hessian, and no worse by much elsewhere.
 
-    As many products as `A` has columns give the trace exactly, so no more are used unless `relative_error` is given.
+    As many products as `A` has columns give the trace exactly, so no more are used unless
+    `relative_error` is given.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
         method: "hutchinson" or "hutch++".
         num_products: The most products `A @ v`; at least 3 with "hutch++".
-        relative_error: Stop before that once the standard error is at most this share of the value, if not None. The
-            stopping looks at the estimate, which costs a little bias.
-        chunk: Vectors a product; the result does not depend on it but for rounding and where it stops.
+        relative_error: Stop before that once the standard error is at most this share of the value,
+            if not None. The stopping looks at the estimate, which costs a little bias.
+        chunk: Vectors a product; the result does not depend on it but for rounding and where it
+            stops.
         generator: Draws the signs; by default one with seed 0.
         progress: Show a progress bar (needs rich).
 
@@ -73,14 +76,20 @@ def trace(
         Estimate(value=4.0, standard_error=0.0, num_products=4)
     """
     if method not in get_args(Method):
-        raise ValueError(f"Invalid method={method!r}. Must be one of {', '.join(map(repr, get_args(Method)))}.")
+        raise ValueError(
+            f"Invalid method={method!r}. Must be one of {', '.join(map(repr, get_args(Method)))}."
+        )
     _check(num_products, relative_error, chunk, smallest=3 if method == "hutch++" else 1)
     n, generator = size(operator), default_generator(generator)
     with progress_bar(progress, "trace", num_products) as advance:
         if (n <= num_products and relative_error is None) or method == "hutchinson":
-            return _estimate(operator, _quadratic, num_products, relative_error, chunk, generator, advance)
+            return _estimate(
+                operator, _quadratic, num_products, relative_error, chunk, generator, advance
+            )
         rank = min(num_products // 3, n)
-        sketch = torch.stack([random_signs(n, operator.device, generator) for _ in range(rank)], dim=1)
+        sketch = torch.stack(
+            [random_signs(n, operator.device, generator) for _ in range(rank)], dim=1
+        )
         Q, _ = torch.linalg.qr(_in_chunks(operator, sketch, chunk, advance))  # (n, rank)
         known = float((Q * _in_chunks(operator, Q, chunk, advance)).sum())
         if rank == n:
@@ -91,7 +100,9 @@ def trace(
 
         probes = outside(_signs(operator, num_products - 2 * rank, chunk, generator))
         values = _values(operator, _quadratic, probes, relative_error, known, advance)
-        return Estimate(known + float(values.mean()), _standard_error(values), 2 * rank + len(values))
+        return Estimate(
+            known + float(values.mean()), _standard_error(values), 2 * rank + len(values)
+        )
 
 
 def squared_frobenius(
@@ -105,12 +116,14 @@ def squared_frobenius(
 ) -> Estimate:
     """The squared Frobenius norm `‖A‖_F²`, without bias: the mean of `‖A z‖²` over probes `z` of random signs.
 
-    As many products as `A` has columns give it exactly, so no more are used unless `relative_error` is given.
+    As many products as `A` has columns give it exactly, so no more are used unless `relative_error`
+    is given.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
         num_products: The most products `A @ v`.
-        relative_error: Stop before that once the standard error is at most this share of the value, if not None.
+        relative_error: Stop before that once the standard error is at most this share of the value,
+            if not None.
         chunk: Vectors a product.
         generator: Draws the signs; by default one with seed 0.
         progress: Show a progress bar (needs rich).
@@ -126,7 +139,9 @@ def squared_frobenius(
     _check(num_products, relative_error, chunk)
     with progress_bar(progress, "squared Frobenius norm", num_products) as advance:
         generator = default_generator(generator)
-        return _estimate(operator, _squared_norm, num_products, relative_error, chunk, generator, advance)
+        return _estimate(
+            operator, _squared_norm, num_products, relative_error, chunk, generator, advance
+        )
 
 
 def diagonal(
@@ -139,8 +154,8 @@ def diagonal(
 ) -> DiagonalEstimate:
     """The diagonal of `A`, without bias: the mean of `z ⊙ A z` over probes `z` of random signs (Bekas et al., 2007).
 
-    Entry i has variance `Σ_{j ≠ i} A_ij²` a probe: good for a matrix near its diagonal, poor for others. As many products as
-    `A` has columns give it exactly, so no more are used.
+    Entry i has variance `Σ_{j ≠ i} A_ij²` a probe: good for a matrix near its diagonal, poor for
+    others. As many products as `A` has columns give it exactly, so no more are used.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
@@ -163,7 +178,9 @@ def diagonal(
     squares, count = torch.zeros_like(mean), 0
     exact = n <= num_products
     with progress_bar(progress, "diagonal", min(n, num_products)) as advance:
-        for Z in _units(operator, chunk) if exact else _signs(operator, num_products, chunk, generator):
+        for Z in (
+            _units(operator, chunk) if exact else _signs(operator, num_products, chunk, generator)
+        ):
             for value in (Z * product(operator, Z)).T:
                 count += 1
                 step = value - mean
@@ -172,7 +189,9 @@ def diagonal(
             advance(Z.shape[1])
     if exact:
         return DiagonalEstimate(mean * count, torch.zeros_like(mean), count)
-    error = (squares / (count * (count - 1))).sqrt() if count > 1 else torch.full_like(mean, math.inf)
+    error = (
+        (squares / (count * (count - 1))).sqrt() if count > 1 else torch.full_like(mean, math.inf)
+    )
     return DiagonalEstimate(mean, error, count)
 
 
@@ -180,7 +199,9 @@ def _check(num_products: int, relative_error: float | None, chunk: int, smallest
     check_count("num_products", num_products, smallest)
     check_count("chunk", chunk)
     if relative_error is not None and not relative_error > 0:
-        raise ValueError(f"Invalid relative_error={relative_error}. Must be > 0, such as 0.01, or None.")
+        raise ValueError(
+            f"Invalid relative_error={relative_error}. Must be > 0, such as 0.01, or None."
+        )
 
 
 def _quadratic(Z: Tensor, AZ: Tensor) -> Tensor:
@@ -201,13 +222,23 @@ def _units(operator: SymmetricOperator, chunk: int) -> Iterator[Tensor]:
         yield Z
 
 
-def _signs(operator: SymmetricOperator, number: int, chunk: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _signs(
+    operator: SymmetricOperator, number: int, chunk: int, generator: torch.Generator
+) -> Iterator[Tensor]:
     n = operator.shape[0]
     for first in range(0, number, chunk):
-        yield torch.stack([random_signs(n, operator.device, generator) for _ in range(min(chunk, number - first))], dim=1)
+        yield torch.stack(
+            [
+                random_signs(n, operator.device, generator)
+                for _ in range(min(chunk, number - first))
+            ],
+            dim=1,
+        )
 
 
-def _in_chunks(operator: SymmetricOperator, Z: Tensor, chunk: int, advance: Callable[[int], None]) -> Tensor:
+def _in_chunks(
+    operator: SymmetricOperator, Z: Tensor, chunk: int, advance: Callable[[int], None]
+) -> Tensor:
     parts = []
     for part in Z.split(chunk, dim=1):
         parts.append(product(operator, part))
@@ -228,7 +259,14 @@ def _estimate(
     if n <= num_products and relative_error is None:
         values = _values(operator, value_of, _units(operator, chunk), None, 0.0, advance)
         return Estimate(float(values.sum()), 0.0, n)
-    values = _values(operator, value_of, _signs(operator, num_products, chunk, generator), relative_error, 0.0, advance)
+    values = _values(
+        operator,
+        value_of,
+        _signs(operator, num_products, chunk, generator),
+        relative_error,
+        0.0,
+        advance,
+    )
     return Estimate(float(values.mean()), _standard_error(values), len(values))
 
 

@@ -1,23 +1,26 @@
 """Closed forms of the query, key and value blocks of softmax attention, for any mask, any scale and grouped heads.
 
-With attention probabilities `A`, and `g_i` the gradient of the loss at the output of query position i, let
-`s_ij = g_i·v_j - Σ_j A_ij g_i·v_j`, the derivative of the loss by the score of i and j, over A_ij. Then (Ormaniec, Dangel and
-Singh, ICLR 2025, in the compact form of sums over positions of a rank-one matrix and an attention-weighted covariance):
+With attention probabilities `A`, and `g_i` the gradient of the loss at the output of query position
+i, let `s_ij = g_i·v_j - Σ_j A_ij g_i·v_j`, the derivative of the loss by the score of i and j, over
+A_ij. Then (Ormaniec, Dangel and Singh, ICLR 2025, in the compact form of sums over positions of a
+rank-one matrix and an attention-weighted covariance):
 
     functional part of the Hessian:  tr H_f(Q,Q) = scale² Σ_i |x_i|² Σ_j A_ij s_ij |k_j - k̄_i|²
                                      tr H_f(K,K) = scale² Σ_i |q_i|² Σ_j A_ij s_ij |x_j - m_i|²
 
-where k̄_i and m_i are the A-weighted means of keys and inputs; it is exact in a network of any depth, since it only needs the
-gradient. RoPE leaves the form of the queries as it is, with k the rotated keys. In that of the keys `q_i ⊗ (x_j - m_i)` becomes
-`R_jᵀ q_i ⊗ x_j` minus its mean, for the rotation R_j at position j. The products `q_iᵀ R_j R_lᵀ q_i` that this takes are, being
-even in the angle, the mean of `(q_iᵀ R_jᵀ r) (q_iᵀ R_lᵀ r)` over random vectors r, or its sum over a basis.
+where k̄_i and m_i are the A-weighted means of keys and inputs; it is exact in a network of any
+depth, since it only needs the gradient. RoPE leaves the form of the queries as it is, with k the
+rotated keys. In that of the keys `q_i ⊗ (x_j - m_i)` becomes `R_jᵀ q_i ⊗ x_j` minus its mean, for
+the rotation R_j at position j. The products `q_iᵀ R_j R_lᵀ q_i` that this takes are, being even in
+the angle, the mean of `(q_iᵀ R_jᵀ r) (q_iᵀ R_lᵀ r)` over random vectors r, or its sum over a basis.
 
-The outer part needs Λ_i, the curvature of the loss in the output of position i. Where nothing above mixes positions, one factor
-`δ_i` of `Λ_i = Σ δ_i δ_iᵀ` contributes
+The outer part needs Λ_i, the curvature of the loss in the output of position i. Where nothing above
+mixes positions, one factor `δ_i` of `Λ_i = Σ δ_i δ_iᵀ` contributes
 
     queries: scale² Σ_i |x_i|² |C_iᵀ δ_i|²    keys: scale² Σ_i |q_i|² |D_iᵀ δ_i|²    values: Σ_i |m_i|² |δ_i|²
 
-with `C_i = Cov(v, k)` and `D_i = Cov(v, x)` under A_i, so that `D_iᵀ δ_i = Σ_j A_ij s_ij x_j` with s taken at δ.
+with `C_i = Cov(v, k)` and `D_i = Cov(v, x)` under A_i, so that `D_iᵀ δ_i = Σ_j A_ij s_ij x_j` with
+s taken at δ.
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ class Attention(NamedTuple):
         """Read a captured call."""
         heads = call.query.shape[1]
         weights = call.weights()
-        key, value = (t.to(weights.dtype).repeat_interleave(heads // t.shape[1], dim=1) for t in (call.key, call.value))
+        key, value = (
+            t.to(weights.dtype).repeat_interleave(heads // t.shape[1], dim=1)
+            for t in (call.key, call.value)
+        )
         return Attention(weights, call.query.to(weights.dtype), key, value, call.scale, groups)
 
     def by_group(self, x: Tensor) -> Tensor:
@@ -80,15 +86,17 @@ def functional_query(attention: Attention, scores: Tensor) -> Tensor:
     return attention.scale**2 * _weighted_squares(attention.weights, scores, attention.key)
 
 
-def functional_key(attention: Attention, scores: Tensor, x: Tensor, rotated: Sequence[Tensor] | None = None) -> Tensor:
+def functional_key(
+    attention: Attention, scores: Tensor, x: Tensor, rotated: Sequence[Tensor] | None = None
+) -> Tensor:
     """`tr H_f(K,K)` of each key head, (G,). Exact unless keys are normalised after their projection.
 
     Args:
         attention: The call.
         scores: `score_derivatives` at the gradient of the loss.
         x: Input of the key projection, (B, S, D), or ones for its bias.
-        rotated: `R_jᵀ r` for keys that are rotated, (B, H, S, dk) for each of some vectors r whose `r rᵀ` sum up to the
-            identity, or do so in the mean.
+        rotated: `R_jᵀ r` for keys that are rotated, (B, H, S, dk) for each of some vectors r whose
+            `r rᵀ` sum up to the identity, or do so in the mean.
     """
     x = x.unsqueeze(1)
     norms = attention.query.square().sum(-1)
@@ -104,7 +112,9 @@ def functional_key(attention: Attention, scores: Tensor, x: Tensor, rotated: Seq
 
 def _weighted_squares(weights: Tensor, scores: Tensor, y: Tensor) -> Tensor:
     """`Σ_j scores_ij |y_j - ȳ_i|²` with ȳ the weighted mean, (B, H, T); as the scores of i sum to 0, `|ȳ_i|²` drops out."""
-    return (scores @ y.square().sum(-1, keepdim=True)).squeeze(-1) - 2 * _products(weights, scores, y)
+    return (scores @ y.square().sum(-1, keepdim=True)).squeeze(-1) - 2 * _products(
+        weights, scores, y
+    )
 
 
 def _products(a: Tensor, b: Tensor, y: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """Curvature from closed forms: one forward pass, backward passes to activations only, no derivative of a gradient.
 
-Every trainable map of a transformer is linear in its own weights: projections, MLP, embedding, norm, head. So the outer
-(Gauss-Newton) part of its block is made of its input and of the curvature Λ of the loss in its output, and only the weights
-inside of the softmax, queries and keys, have a functional part of their own, which the gradient at the attention output gives
-exactly (`_attention_forms`). Λ comes from labels sampled from the model, in one of two ways:
+Every trainable map of a transformer is linear in its own weights: projections, MLP, embedding,
+norm, head. So the outer (Gauss-Newton) part of its block is made of its input and of the curvature
+Λ of the loss in its output, and only the weights inside of the softmax, queries and keys, have a
+functional part of their own, which the gradient at the attention output gives exactly
+(`_attention_forms`). Λ comes from labels sampled from the model, in one of two ways:
 
-- From the last attention on, nothing mixes positions: Λ is local to a position, and so are the forms, `_attention_forms`.
-- Below, Λ couples the positions of a sequence: dropping that is off by factors of 0.35 to 1.5 in a GPT of three layers. The
-  forms of `_layers` keep it, sequence by sequence, without bias.
+- From the last attention on, nothing mixes positions: Λ is local to a position, and so are the
+  forms, `_attention_forms`.
+- Below, Λ couples the positions of a sequence: dropping that is off by factors of 0.35 to 1.5 in a
+  GPT of three layers. The forms of `_layers` keep it, sequence by sequence, without bias.
 """
 
 from __future__ import annotations
@@ -58,33 +60,38 @@ def analytic(
 ) -> Curvature:
     """Mean curvature of each block from closed forms.
 
-    - "outer": the Gauss-Newton block `tr(J_bᵀ Λ J_b) / dim_b`. Never negative. Unbiased over the sampled labels, whatever the
-      depth, mask, grouping of heads, RoPE or QK-norm.
-    - "functional": what the softmax adds to queries and keys through its own second derivative. Exact; for keys with RoPE
-      unbiased, and exact with `num_probes=None`. With QK-norm, or for blocks that are no whole heads, both terms are left
-      out. It is zero for all other blocks: their maps are linear in their own weights. (Those of LoRA factors in queries and
-      keys are not, and left out too.)
-    - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton; that vanishes as the model
-      fits its data, and is large at initialisation if norms see small inputs. `hutchinson` has all of it.
+    - "outer": the Gauss-Newton block `tr(J_bᵀ Λ J_b) / dim_b`. Never negative. Unbiased over the
+      sampled labels, whatever the depth, mask, grouping of heads, RoPE or QK-norm.
+    - "functional": what the softmax adds to queries and keys through its own second derivative.
+      Exact; for keys with RoPE unbiased, and exact with `num_probes=None`. With QK-norm, or for
+      blocks that are no whole heads, both terms are left out. It is zero for all other blocks:
+      their maps are linear in their own weights. (Those of LoRA factors in queries and keys are
+      not, and left out too.)
+    - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton;
+      that vanishes as the model fits its data, and is large at initialisation if norms see small
+      inputs. `hutchinson` has all of it.
 
-    Weights that are used otherwise than by a linear map, embedding or norm module (the fused projections of
-    `nn.MultiheadAttention`, convolutions, stacked experts, class tokens) get `gauss_newton`'s estimate from the same passes.
+    Weights that are used otherwise than by a linear map, embedding or norm module (the fused
+    projections of `nn.MultiheadAttention`, convolutions, stacked experts, class tokens) get
+    `gauss_newton`'s estimate from the same passes.
 
     Args:
         model: Any module with whole parameters (not FSDP2).
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens, or several of them; they are
-            averaged by tokens. The loss must call `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits`.
+        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
+            or several of them; they are averaged by tokens. The loss must call `F.cross_entropy`,
+            `F.mse_loss` or `F.binary_cross_entropy_with_logits`.
         blocks: What `find_blocks(model)` returns; found here by default.
         part: Which part of the Hessian.
-        num_probes: Samples of labels a batch. None takes all labels of all positions instead, one backward pass each: the exact
-            Gauss-Newton trace, for tests and tiny models.
+        num_probes: Samples of labels a batch. None takes all labels of all positions instead, one
+            backward pass each: the exact Gauss-Newton trace, for tests and tiny models.
         generator: Draws the labels; by default one with seed 0.
 
     Returns:
         `{parameter name: mean curvature of each block}`.
 
     Raises:
-        ValueError: If a parameter is sharded, or the loss function or, unless `part="outer"`, attention was not seen.
+        ValueError: If a parameter is sharded, or the loss function or, unless `part="outer"`,
+            attention was not seen.
 
     Example:
         >>> layer, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
@@ -106,14 +113,21 @@ def analytic(
             CaptureLosses() as seen,
         ):
             loss = evaluation()
-        sites = [Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)]
+        sites = [
+            Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)
+        ]
         wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in parameters.items()}
-        traces = {n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=wide[n]) for n, p in parameters.items()}
+        traces = {
+            n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=wide[n])
+            for n, p in parameters.items()
+        }
         if part != "functional":
             curvature = LossCurvature(loss, seen.calls)
             _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
         if part != "outer" and attention:
-            gradients = torch.autograd.grad(loss, [call.output for call in attention], retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                loss, [call.output for call in attention], retain_graph=True, allow_unused=True
+            )
             for site, g in zip(sites, gradients):
                 if g is not None:
                     site.add_functional(traces, g, num_probes, generator)
@@ -138,11 +152,21 @@ def _add_outer(
     known = {name for layer in layers for name in (layer.weight, layer.bias)}
     rest = {name: p for name, p in parameters.items() if name not in known}
     top = sites[-1] if local else None
-    inputs: list[Any] = [*(layer.edge for layer in layers), *rest.values(), *([top.call.output] if top else [])]
+    inputs: list[Any] = [
+        *(layer.edge for layer in layers),
+        *rest.values(),
+        *([top.call.output] if top else []),
+    ]
     factor = 1.0 if num_probes is None else 1 / num_probes
-    vectors = curvature.factors() if num_probes is None else (curvature.sample(generator) for _ in range(num_probes))
+    vectors = (
+        curvature.factors()
+        if num_probes is None
+        else (curvature.sample(generator) for _ in range(num_probes))
+    )
     for vector in vectors:
-        gradients = torch.autograd.grad(curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
+        )
         uses = uses_of(layers, gradients[: len(layers)])
         if top is not None and gradients[-1] is not None:
             top.add_outer(traces, uses, gradients[-1], blocks, factor)
@@ -154,24 +178,31 @@ def _add_outer(
                 traces[name] += factor * block_dots(g, g, blocks[name]).to(traces[name])
 
 
-def _independence(curvature: LossCurvature, layers: list[LayerCall], sites: list[Site]) -> tuple[list[LayerCall], bool]:
+def _independence(
+    curvature: LossCurvature, layers: list[LayerCall], sites: list[Site]
+) -> tuple[list[LayerCall], bool]:
     """Which gradients labels drawn row by row make independent, tried on the last row of each prediction.
 
-    Labels couple all that one row of predictions depends on: usually one sequence, but all of them under a contrastive loss,
-    and above the last attention usually one position, but not if positions are pooled.
+    Labels couple all that one row of predictions depends on: usually one sequence, but all of them
+    under a contrastive loss, and above the last attention usually one position, but not if
+    positions are pooled.
 
     Returns:
-        The layers, cut into sequences only where these are independent, and whether the outputs of the last attention are
-        independent from position to position.
+        The layers, cut into sequences only where these are independent, and whether the outputs of
+        the last attention are independent from position to position.
     """
     outputs = [site.call.output for site in sites[-1:]]
     inputs: list[Any] = [*(layer.edge for layer in layers), *outputs]
     local = bool(sites)
     for vector in curvature.last_rows() if inputs else ():
-        gradients = torch.autograd.grad(curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
+        )
         layers = by_reach(layers, gradients[: len(layers)])
         for gradient in gradients[len(layers) :]:
-            positions = 0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())  # of (B, H, T, dv)
+            positions = (
+                0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())
+            )  # of (B, H, T, dv)
             local = local and positions <= 1
     return layers, local
 
@@ -179,4 +210,8 @@ def _independence(curvature: LossCurvature, layers: list[LayerCall], sites: list
 def _apart(uses: list[Use], attention_calls: int) -> list[Use]:
     """Position by position, if the layer is above all attention, positions are independent and the weight has no other use."""
     call = uses[0][0]
-    return [by_position(uses[0])] if len(uses) == 1 and call.local and call.attention_calls == attention_calls else uses
+    return (
+        [by_position(uses[0])]
+        if len(uses) == 1 and call.local and call.attention_calls == attention_calls
+        else uses
+    )

@@ -1,8 +1,9 @@
 """The layers of a model as it runs: what each linear map, embedding and norm was given, and its gradients sequence by sequence.
 
-For `y = W x` the gradient of one sequence is `Σ_t d_t x_tᵀ`, with `d` the gradient at `y`. Labels sampled independently make
-the gradients of different sequences independent, so the sum over sequences of the squared gradients estimates the Gauss-Newton
-trace without the noise that the products between sequences would add. It needs no weight gradient, only `x` and `d`.
+For `y = W x` the gradient of one sequence is `Σ_t d_t x_tᵀ`, with `d` the gradient at `y`. Labels
+sampled independently make the gradients of different sequences independent, so the sum over
+sequences of the squared gradients estimates the Gauss-Newton trace without the noise that the
+products between sequences would add. It needs no weight gradient, only `x` and `d`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class LayerCall(NamedTuple):
         shape: Of the weight.
         input_first: Whether the weight is stored with its input dimension first.
         padding: The token whose embedding is not trained, None if all are.
-        x: (S, T, D) for S sequences: the input, or for a norm the derivative of the output by the weight; (S, T) for tokens.
+        x: (S, T, D) for S sequences: the input, or for a norm the derivative of the output by the
+            weight; (S, T) for tokens.
         y: (S, T, D), the output.
         edge: Where the gradient at the output is found in the graph.
         source: Where the input comes from in the graph, None if it needs no gradient.
@@ -72,22 +74,47 @@ def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator
     seen: list[tuple[str, Kind, nn.Module, Tensor, Tensor, GradientEdge, Node | None, int]] = []
     calls: list[LayerCall] = []
 
-    def record(name: str, kind: Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record(
+        name: str,
+        kind: Kind,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if alone and isinstance(output, Tensor) and output.requires_grad:
-            x, edge = args[0], get_gradient_edge(output)  # now: what follows may change the output in place
+            x, edge = (
+                args[0],
+                get_gradient_edge(output),
+            )  # now: what follows may change the output in place
             source = get_gradient_edge(x).node if x.requires_grad else None
-            seen.append((name, kind, module, x.detach(), output.detach(), edge, source, len(attention)))
+            seen.append(
+                (name, kind, module, x.detach(), output.detach(), edge, source, len(attention))
+            )
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             kind = _kind(module)
             if kind and any(p in names for p in module.parameters(recurse=False)):
-                stack.callback(module.register_forward_hook(partial(record, name, kind), prepend=True, with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_hook(
+                        partial(record, name, kind), prepend=True, with_kwargs=True
+                    ).remove
+                )
         yield calls
-    sequence_first = any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules())
-    sizes = Counter([call.query.shape[0] for call in attention] or [len(x) for _, _, _, x, *_ in seen if x.ndim > 1])
-    cut = partial(by_sequence, number=max(sizes, key=sizes.__getitem__, default=1), sequence_first=sequence_first)
+    sequence_first = any(
+        isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
+    )
+    sizes = Counter(
+        [call.query.shape[0] for call in attention]
+        or [len(x) for _, _, _, x, *_ in seen if x.ndim > 1]
+    )
+    cut = partial(
+        by_sequence,
+        number=max(sizes, key=sizes.__getitem__, default=1),
+        sequence_first=sequence_first,
+    )
     for name, kind, module, given, y, edge, source, before in seen:
         x = _derivative(module, given) if kind == "norm" else given
         if x is None or (kind == "linear" and not _is_linear(module, x, y)):
@@ -97,7 +124,23 @@ def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator
         weight, bias = names.get(own.get("weight")), names.get(own.get("bias"))
         shape: torch.Size = module.weight.shape  # type: ignore[assignment]
         stored, padding = not isinstance(module, nn.Linear), getattr(module, "padding_idx", None)
-        calls.append(LayerCall(name, kind, weight, bias, shape, stored, padding, x, cut(y), edge, source, cut, before))
+        calls.append(
+            LayerCall(
+                name,
+                kind,
+                weight,
+                bias,
+                shape,
+                stored,
+                padding,
+                x,
+                cut(y),
+                edge,
+                source,
+                cut,
+                before,
+            )
+        )
 
 
 def _kind(module: nn.Module) -> Kind | None:
@@ -105,10 +148,14 @@ def _kind(module: nn.Module) -> Kind | None:
     forward = type(module).forward
     if forward is nn.Embedding.forward:
         return "embedding" if module.max_norm is None and not module.scale_grad_by_freq else None
-    if isinstance(module, nn.Linear) or (layouts.is_named(module, "Conv1D") and hasattr(module, "nf")):
+    if isinstance(module, nn.Linear) or (
+        layouts.is_named(module, "Conv1D") and hasattr(module, "nf")
+    ):
         return "linear"
     own = list(module.parameters(recurse=False))
-    named = "Norm" in type(module).__name__ and not isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm))
+    named = "Norm" in type(module).__name__ and not isinstance(
+        module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+    )
     has_weight = isinstance(getattr(module, "weight", None), Tensor)
     return "norm" if named and has_weight and all(p.ndim == 1 for p in own) else None
 
@@ -118,9 +165,14 @@ def _is_linear(module: nn.Module, x: Tensor, y: Tensor) -> bool:
     """Whether a type that changes the forward of `nn.Linear` still computes what that does."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return True
-    if not module.weight.is_floating_point() or module.weight.shape != (module.out_features, module.in_features):
+    if not module.weight.is_floating_point() or module.weight.shape != (
+        module.out_features,
+        module.in_features,
+    ):
         return False
-    expected = nn.functional.linear(x.to(module.weight.dtype), module.weight, module.bias).to(y.dtype)
+    expected = nn.functional.linear(x.to(module.weight.dtype), module.weight, module.bias).to(
+        y.dtype
+    )
     return expected.shape == y.shape and torch.allclose(y, expected, rtol=1e-2, atol=1e-5)
 
 
@@ -128,16 +180,23 @@ def _is_linear(module: nn.Module, x: Tensor, y: Tensor) -> bool:
 def _derivative(norm: nn.Module, x: Tensor) -> Tensor | None:
     """The derivative of a norm's output by its weight `w`, whether the norm multiplies by `w` or by `1 + w`.
 
-    None unless output and weight are found to be affine along the last dimension: some norms have their channels elsewhere.
+    None unless output and weight are found to be affine along the last dimension: some norms have
+    their channels elsewhere.
     """
     x = _wide(x)
-    own = {name: torch.zeros_like(p, dtype=x.dtype) for name, p in norm.named_parameters(recurse=False)}
+    own = {
+        name: torch.zeros_like(p, dtype=x.dtype) for name, p in norm.named_parameters(recurse=False)
+    }
     if "weight" not in own:  # but computed from others
         return None
     ramp = torch.linspace(1, 2, len(own["weight"]), dtype=x.dtype, device=x.device)
     weights = (torch.zeros_like(ramp), torch.ones_like(ramp), ramp)
-    low, high, tilted = (torch.func.functional_call(norm, own | {"weight": w}, (x,)) for w in weights)
-    fits: bool = high.shape[-1] == len(ramp) and torch.allclose(tilted - low, ramp * (high - low), rtol=1e-3, atol=1e-5)
+    low, high, tilted = (
+        torch.func.functional_call(norm, own | {"weight": w}, (x,)) for w in weights
+    )
+    fits: bool = high.shape[-1] == len(ramp) and torch.allclose(
+        tilted - low, ramp * (high - low), rtol=1e-3, atol=1e-5
+    )
     return high - low if fits else None
 
 
@@ -155,7 +214,9 @@ def by_sequence(x: Tensor, number: int, sequence_first: bool) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-def checked(calls: list[LayerCall], predictions: list[Tensor], names: Mapping[Any, str]) -> list[LayerCall]:
+def checked(
+    calls: list[LayerCall], predictions: list[Tensor], names: Mapping[Any, str]
+) -> list[LayerCall]:
     """The calls without those parameters that the predictions also reach past them, such as a head tied by hand."""
     inside = {call.edge.node: call.source for call in calls}
     nodes = [p.grad_fn for p in predictions]
@@ -167,7 +228,11 @@ def checked(calls: list[LayerCall], predictions: list[Tensor], names: Mapping[An
             continue
         visited.add(node)
         elsewhere.add(names.get(getattr(node, "variable", None)))
-        nodes += [inside[node]] if node in inside else [following for following, _ in node.next_functions]
+        nodes += (
+            [inside[node]]
+            if node in inside
+            else [following for following, _ in node.next_functions]
+        )
 
     def alone(name: str | None) -> str | None:
         return None if name in elsewhere else name
@@ -205,7 +270,9 @@ def uses_of(calls: list[LayerCall], gradients: Sequence[Tensor | None]) -> dict[
         if call.weight is not None:
             uses.setdefault(call.weight, []).append((call, d))
         if call.bias is not None:
-            alone = call._replace(kind="norm", weight=call.bias, x=torch.ones_like(d[:1, :1]), shape=d.shape[-1:])
+            alone = call._replace(
+                kind="norm", weight=call.bias, x=torch.ones_like(d[:1, :1]), shape=d.shape[-1:]
+            )
             uses.setdefault(call.bias, []).append((alone, d))
     return uses
 
@@ -213,7 +280,10 @@ def uses_of(calls: list[LayerCall], gradients: Sequence[Tensor | None]) -> dict[
 def squared_sums(parts: list[Use], split: Split | None) -> Tensor:
     """The squared gradients of each sequence, summed over sequences and over each block of a parameter with these uses."""
     if len(parts) > 1:  # tied or shared: the gradients of all uses add up before they are squared
-        return sum((block_sum(gradient.square(), split) for gradient in _dense_gradients(parts)), torch.zeros(()))
+        return sum(
+            (block_sum(gradient.square(), split) for gradient in _dense_gradients(parts)),
+            torch.zeros(()),
+        )
     row = _squared_row(*parts[0], dim=0 if split is None else split.dim)
     return row.sum().reshape(1) if split is None else block_sum_along(row, split)
 
@@ -234,8 +304,14 @@ def _squared_row(call: LayerCall, d: Tensor, dim: int) -> Tensor:
     if call.kind == "embedding":
         sequences, vocabulary = call.x.shape[0], call.shape[0]
         offsets = vocabulary * torch.arange(sequences, device=call.x.device).unsqueeze(1)
-        keys, places = torch.unique(call.x + offsets, return_inverse=True)  # one row for each token of each sequence
-        rows = d.new_zeros(len(keys), d.shape[-1]).index_add_(0, places.flatten(), d.flatten(0, 1)).square()
+        keys, places = torch.unique(
+            call.x + offsets, return_inverse=True
+        )  # one row for each token of each sequence
+        rows = (
+            d.new_zeros(len(keys), d.shape[-1])
+            .index_add_(0, places.flatten(), d.flatten(0, 1))
+            .square()
+        )
         if dim == 1:
             return rows.sum(0)
         return d.new_zeros(vocabulary).index_add_(0, keys % vocabulary, rows.sum(1))
@@ -263,7 +339,13 @@ def squared_rows(x: Tensor, d: Tensor) -> Tensor:
 def _dense_gradients(parts: list[Use]) -> Iterator[Tensor]:
     """The gradient of a parameter with several uses, for one sequence after another."""
     if len({call.x.shape[0] if call.kind != "norm" else d.shape[0] for call, d in parts}) > 1:
-        parts = [(call._replace(x=call.x.reshape(1, -1, *call.x.shape[2:])), d.flatten(0, 1).unsqueeze(0)) for call, d in parts]
+        parts = [
+            (
+                call._replace(x=call.x.reshape(1, -1, *call.x.shape[2:])),
+                d.flatten(0, 1).unsqueeze(0),
+            )
+            for call, d in parts
+        ]
     for index in range(parts[0][1].shape[0]):
         total: Any = 0
         for call, d in parts:

@@ -1,7 +1,8 @@
 """The paper's formulas as printed, where they are right, and corrected where not, against autograd in float64.
 
-Definition 3.1, Theorems 3.1 and 3.2, Remarks 3.1, 4.1, C.1, D.1 and E.1, Lemmas 4.1, B.1, C.1 and D.1 of "What does it mean to
-be a transformer?" (ICLR 2025); its matrix calculus is in test_analysis_matrix_calculus.py. One sequence, squared error.
+Definition 3.1, Theorems 3.1 and 3.2, Remarks 3.1, 4.1, C.1, D.1 and E.1, Lemmas 4.1, B.1, C.1 and
+D.1 of "What does it mean to be a transformer?" (ICLR 2025); its matrix calculus is in
+test_analysis_matrix_calculus.py. One sequence, squared error.
 """
 
 import math
@@ -62,10 +63,16 @@ class Paper:
             self.W_Q, self.W_K = self.weights["query"][0], self.weights["key"][0]
             scores = self.X @ self.W_Q @ self.W_K.T @ self.X.T / math.sqrt(dk)
         self.T = scores
-        self.A = (scores if self.mask is None else scores.masked_fill(~self.mask, -math.inf)).softmax(-1)
+        self.A = (
+            scores if self.mask is None else scores.masked_fill(~self.mask, -math.inf)
+        ).softmax(-1)
         self.residual = (self.A @ self.X @ self.W_V - self.Y).reshape(1, -1)
         self.c = 2 / (L * d)
-        self.M1, self.Z1, self.Z2 = self.A @ self.X, first_data_term(self.A, self.X), second_data_term(self.A, self.X)
+        self.M1, self.Z1, self.Z2 = (
+            self.A @ self.X,
+            first_data_term(self.A, self.X),
+            second_data_term(self.A, self.X),
+        )
         self.S = kron(eye(d), commutation_matrix(d, d)) @ kron(vec_of_identity(d), eye(d))
 
     def R(self, m):
@@ -103,7 +110,9 @@ def test_theorem_3_1(causal):
         assert_close(p.c / p.dk * p.query_side.T @ middle @ p.query_side, exact("query", "query"))
         assert_close(p.c / root * left @ p.query_side, exact("value", "query"))
         assert_close(p.c / p.dk * p.query_side.T @ middle @ p.key_side, exact("query", "key"))
-        assert_close(p.c / p.dk * p.key_side.T @ middle @ p.key_side, exact("key", "key"))  # not printed: by symmetry
+        assert_close(
+            p.c / p.dk * p.key_side.T @ middle @ p.key_side, exact("key", "key")
+        )  # not printed: by symmetry
         assert_close(p.c / root * left @ p.key_side, exact("value", "key"))
 
 
@@ -143,10 +152,15 @@ def test_definition_3_1_moments_by_sampling_every_token():
         centred = p.X - mean
         second = sum(p.A[i, j] * torch.outer(centred[j], centred[j]) for j in range(p.L))
         assert_close(attention_moment(p.A, p.X, 2)[i], second)
-        third = sum(p.A[i, j] * kron(centred[j].reshape(-1, 1), torch.outer(centred[j], centred[j])) for j in range(p.L))
+        third = sum(
+            p.A[i, j] * kron(centred[j].reshape(-1, 1), torch.outer(centred[j], centred[j]))
+            for j in range(p.L)
+        )
         assert_close(attention_moment(p.A, p.X, 3)[i].flatten(0, -2), third)
     one_hot = torch.eye(p.L, dtype=torch.float64)
-    assert float(attention_moment(one_hot, p.X, 2).abs().max()) == 0  # a row that sees one token has no spread
+    assert (
+        float(attention_moment(one_hot, p.X, 2).abs().max()) == 0
+    )  # a row that sees one token has no spread
     assert float(attention_moment(one_hot, p.X, 3).abs().max()) == 0
 
 
@@ -157,7 +171,9 @@ def test_lemma_b_1_and_c_1_derivatives_of_softmax():
         assert_close(softmax_jacobian(p.A), jacrev(softmax)(T))
         exact = jacrev(jacrev(softmax))(T)  # (L², L², L²): entry, then both scores
         assert_close(softmax_hessian(p.A), exact.flatten(0, 1))
-        wrong = softmax_hessian(p.A).view(p.L, p.L, p.L, p.L, p.L, p.L).transpose(1, 2)  # e_j in the place of e_i
+        wrong = (
+            softmax_hessian(p.A).view(p.L, p.L, p.L, p.L, p.L, p.L).transpose(1, 2)
+        )  # e_j in the place of e_i
         assert float((wrong.reshape(p.L**4, p.L**2) - exact.flatten(0, 1)).abs().max()) > 1e-3
         assert_close(softmax_row_hessian(p.A[0]), jacrev(jacrev(lambda t: t.softmax(-1)))(p.T[0]))
 
@@ -189,7 +205,9 @@ def test_remark_e_1_jacobians_of_many_heads():
         start = slices["query"].start + h * n
         assert_close(J[:, start : start + n], lifted @ kron(X, X @ W_K) / math.sqrt(dk))
         start = slices["value"].start + h * n
-        assert_close(J[:, start : start + n], kron(A @ X, eye(3)) @ kron(eye(d), W_U.T.contiguous()))  # ∂F/∂W_V ∂W_V/∂W_O
+        assert_close(
+            J[:, start : start + n], kron(A @ X, eye(3)) @ kron(eye(d), W_U.T.contiguous())
+        )  # ∂F/∂W_V ∂W_V/∂W_O
         start = slices["output"].start + h * 6
         assert_close(J[:, start : start + 6], kron(A @ X @ W_O, eye(3)))
 
@@ -198,7 +216,9 @@ def test_second_derivatives_of_the_layer():
     """Φ = ∂²F of the second paper's Theorem 5, without the factor 2/(L d) that it keeps, and with I_L for its one I_{d_V}."""
     for p in papers():
         slices = sizes_of(p.weights)
-        exact = jacrev(jacrev(lambda v: attend(p.X3, unflat(v, p.weights)).flatten()))(flat(p.weights))  # noqa: B023
+        exact = jacrev(jacrev(lambda v: attend(p.X3, unflat(v, p.weights)).flatten()))(
+            flat(p.weights)
+        )  # noqa: B023
         root = math.sqrt(p.dk)
         lifted = kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
 
@@ -210,7 +230,9 @@ def test_second_derivatives_of_the_layer():
         assert_close(kron(eye(p.L), p.S) @ p.Z1 @ p.query_side / root, phi("value", "query"))
         mixed = kron(lifted @ kron(p.Z1, eye(p.d)) @ p.S, eye(p.dk)) / root
         assert_close(queries @ p.key_side + mixed, phi("query", "key"))
-        assert float((p.c * queries @ p.query_side - phi("query", "query")).abs().max()) > 1e-4  # as printed
+        assert (
+            float((p.c * queries @ p.query_side - phi("query", "query")).abs().max()) > 1e-4
+        )  # as printed
 
 
 def test_lemma_b_1_jacobians():
@@ -221,7 +243,10 @@ def test_lemma_b_1_jacobians():
         root = math.sqrt(p.dk)
         assert_close(J[:, slices["value"]], kron(p.M1, eye(p.d)))
         assert_close(J[:, slices["query"]], lifted @ kron(p.X, p.X @ p.W_K) / root)
-        assert_close(J[:, slices["key"]], lifted @ kron(p.X @ p.W_Q, p.X) @ commutation_matrix(p.dk, p.d) / root)
+        assert_close(
+            J[:, slices["key"]],
+            lifted @ kron(p.X @ p.W_Q, p.X) @ commutation_matrix(p.dk, p.d) / root,
+        )
 
 
 def test_remark_4_1_linear_attention():
@@ -267,13 +292,25 @@ def test_remark_d_1_with_the_missing_factor_and_the_right_order():
         U = p.Z1.T @ kron(eye(p.L), p.W_V @ p.W_V.T) @ p.Z1
         U = U + kron(p.residual @ kron(eye(p.L), p.W_V.T.contiguous()), eye(p.d**2)) @ p.Z2
         V = torch.cat([p.query_side, p.key_side], 1)
-        B = p.R(p.d) @ kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d))) @ kron(p.Z1, eye(p.d)) @ p.S
+        B = (
+            p.R(p.d)
+            @ kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
+            @ kron(p.Z1, eye(p.d))
+            @ p.S
+        )
         by_tokens = p.X.T @ torch.stack(
-            [M2 @ p.W_V @ r for M2, r in zip(attention_moment(p.A, p.X, 2), p.residual.view(p.L, p.d))]
+            [
+                M2 @ p.W_V @ r
+                for M2, r in zip(attention_moment(p.A, p.X, 2), p.residual.view(p.L, p.d))
+            ]
         )
         assert_close(B, by_tokens)
         zero = torch.zeros_like(B)
-        hollow = p.c / math.sqrt(p.dk) * kron(torch.cat([torch.cat([zero, B], 1), torch.cat([B.T, zero], 1)]), eye(p.dk))
+        hollow = (
+            p.c
+            / math.sqrt(p.dk)
+            * kron(torch.cat([torch.cat([zero, B], 1), torch.cat([B.T, zero], 1)]), eye(p.dk))
+        )
         outer = p.c / p.dk * V.T @ U @ V
         n = p.d * p.dk
         exact = autograd_hessian(p.X3, p.weights, p.loss)[: 2 * n, : 2 * n]
@@ -286,7 +323,10 @@ def test_remark_d_1_with_the_missing_factor_and_the_right_order():
         order = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])  # [W_K; W_Q], and the factor
         assert_close(p.c * printed, exact[order][:, order])
         found = torch.cat(
-            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+            [
+                torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1)
+                for r in ("query", "key")
+            ]
         )
         assert_close(found, outer)
         assert_close(hessian.block("query", "key", "score_functional"), hollow[:n, n:])

@@ -38,7 +38,9 @@ def test_top_eigenvalues_without_the_matrix(which):
     hessian, _ = make(X, weights, target, True)
     for role in hessian.roles:
         exact = torch.linalg.eigvalsh(hessian.block(role, role, heads=(1, 1)))
-        order = {"largest magnitude": -exact.abs(), "largest": -exact, "smallest": exact}[which].argsort()
+        order = {"largest magnitude": -exact.abs(), "largest": -exact, "smallest": exact}[
+            which
+        ].argsort()
         found = hessian.factored(role, 1).top_eigenvalues(3, which)
         assert_close(found, exact[order[:3]], 1e-5)
 
@@ -46,8 +48,12 @@ def test_top_eigenvalues_without_the_matrix(which):
 def test_layer_of_gpt2_small():
     """A dense block would need terabytes, and is refused with the number; the factored one has all that matters."""
     X, weights, target = draw(L=8, d=768, dk=64, dv=64, heads=12, d_out=768)
-    hessian, _ = make(X.float(), {role: 0.05 * w.float() for role, w in weights.items()}, target.float(), False)
-    with pytest.raises(ValueError, match=r"needs 1,296\.01 GiB.*SelfAttentionHessian\(\.\.\.\)\.factored"):
+    hessian, _ = make(
+        X.float(), {role: 0.05 * w.float() for role, w in weights.items()}, target.float(), False
+    )
+    with pytest.raises(
+        ValueError, match=r"needs 1,296\.01 GiB.*SelfAttentionHessian\(\.\.\.\)\.factored"
+    ):
         hessian.block("query", "query")
     with pytest.raises(ValueError, match="GiB"):
         hessian.dense()
@@ -79,5 +85,7 @@ def test_positions_without_a_matrix():
 
 def test_vectors_of_a_wrong_shape():
     block = KroneckerSum(torch.ones(1, 2), Matrices(torch.ones(1, 3, 3)), True)
-    with pytest.raises(ValueError, match=r"Invalid vector of shape \(5,\)\. Must be \(6,\) or \(6, k\)"):
+    with pytest.raises(
+        ValueError, match=r"Invalid vector of shape \(5,\)\. Must be \(6,\) or \(6, k\)"
+    ):
         block @ torch.ones(5)

@@ -35,7 +35,11 @@ def close(a, b, tolerance=1e-10):
 
 
 def weights(gated, d=3, m=4, out=2):
-    drawn = {"mlp_in": draw(d, m, seed=1), "mlp_in_bias": draw(m, seed=2), "mlp_gate": draw(d, m, seed=3)}
+    drawn = {
+        "mlp_in": draw(d, m, seed=1),
+        "mlp_in_bias": draw(m, seed=2),
+        "mlp_gate": draw(d, m, seed=3),
+    }
     drawn |= {"mlp_out": draw(m, out, seed=4), "mlp_out_bias": draw(out, seed=5)}
     return drawn if gated else {role: W for role, W in drawn.items() if role != "mlp_gate"}
 
@@ -47,7 +51,12 @@ def reference(Y, w, activation):
 
 
 def build(Y, w, activation):
-    options = {"W_gate": w.get("mlp_gate"), "b_in": w["mlp_in_bias"], "b_out": w["mlp_out_bias"], "activation": activation}
+    options = {
+        "W_gate": w.get("mlp_gate"),
+        "b_in": w["mlp_in_bias"],
+        "b_out": w["mlp_out_bias"],
+        "activation": activation,
+    }
     return FeedForwardMap(Y, w["mlp_in"], w["mlp_out"], **options)
 
 
@@ -70,8 +79,13 @@ def test_jacobians_and_contracted_hessians(activation, gated):
     for role in w:
         close(mlp.jacobian(role), jacobians[role].reshape(12, -1))
     rows = Y.reshape(6, 3)
-    close(mlp.input_jacobian(), torch.stack([jacrev(lambda y: reference(y, w, activation))(row) for row in rows]))
-    second = jacrev(jacrev(lambda w, Y: (g * reference(Y, w, activation)).sum(), argnums=(0, 1)), argnums=(0, 1))(w, Y)
+    close(
+        mlp.input_jacobian(),
+        torch.stack([jacrev(lambda y: reference(y, w, activation))(row) for row in rows]),
+    )
+    second = jacrev(
+        jacrev(lambda w, Y: (g * reference(Y, w, activation)).sum(), argnums=(0, 1)), argnums=(0, 1)
+    )(w, Y)
     for a in w:
         for b in w:
             close(mlp.functional(a, b, g), second[0][a][0][b].reshape(w[a].numel(), w[b].numel()))
@@ -82,7 +96,10 @@ def test_jacobians_and_contracted_hessians(activation, gated):
 
 def losses(out):
     targets = torch.tensor([[0, 3, 1], [2, 2, 0]])
-    return {"mse": SquaredError(draw(2, 3, out, seed=8)), "ce": CrossEntropy(draw(out, 4, seed=9), targets, draw(4, seed=10))}
+    return {
+        "mse": SquaredError(draw(2, 3, out, seed=8)),
+        "ce": CrossEntropy(draw(out, 4, seed=9), targets, draw(4, seed=10)),
+    }
 
 
 @pytest.mark.parametrize(("activation", "gated"), CASES)
@@ -119,11 +136,18 @@ def test_chunks_change_nothing(gated, rows, monkeypatch):
     def results():
         mlp = build(Y, w, "gelu")
         block = FeedForwardHessian(mlp, loss).factored("mlp_in")
-        return mlp.input_jacobian(), mlp.input_hessian(g), block.diagonal(), block.squared_frobenius()
+        return (
+            mlp.input_jacobian(),
+            mlp.input_hessian(g),
+            block.diagonal(),
+            block.squared_frobenius(),
+        )
 
     expected = results()
     monkeypatch.setattr("blockopt.analysis.closed_forms.feed_forward.CHUNK_BYTES", rows * 12 * 8)
-    monkeypatch.setattr("blockopt.analysis.closed_forms.unit_matrices.CHUNK_BYTES", 3 * rows * 6 * 4 * 8 // 4)
+    monkeypatch.setattr(
+        "blockopt.analysis.closed_forms.unit_matrices.CHUNK_BYTES", 3 * rows * 6 * 4 * 8 // 4
+    )
     for ours, theirs in zip(results(), expected):
         close(ours, theirs, 1e-13)
 
@@ -135,14 +159,27 @@ def test_relu_diagonal_blocks_have_no_functional_part():
 
 
 def test_agrees_with_a_module():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 2)).double()
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 2)
+    ).double()
     Y, target = draw(4, 3), draw(4, 2, seed=1)
     params = {name: p.detach() for name, p in module.named_parameters()}
     second = jacrev(jacrev(lambda p: F.mse_loss(functional_call(module, p, Y), target)))(params)
-    names = {"mlp_in": "0.weight", "mlp_in_bias": "0.bias", "mlp_out": "2.weight", "mlp_out_bias": "2.bias"}
+    names = {
+        "mlp_in": "0.weight",
+        "mlp_in_bias": "0.bias",
+        "mlp_out": "2.weight",
+        "mlp_out_bias": "2.bias",
+    }
     w = {role: params[name].T for role, name in names.items() if params[name].ndim == 2}
-    mlp = FeedForwardMap(Y, w["mlp_in"], w["mlp_out"], b_in=params["0.bias"], b_out=params["2.bias"])
-    block = FeedForwardHessian(mlp, SquaredError(target)).block("mlp_in", "mlp_out_bias").reshape(3, 5, 2)
+    mlp = FeedForwardMap(
+        Y, w["mlp_in"], w["mlp_out"], b_in=params["0.bias"], b_out=params["2.bias"]
+    )
+    block = (
+        FeedForwardHessian(mlp, SquaredError(target))
+        .block("mlp_in", "mlp_out_bias")
+        .reshape(3, 5, 2)
+    )
     close(block, second["0.weight"]["2.bias"].transpose(0, 1))
 
 
@@ -153,11 +190,17 @@ def test_linear_networks(sizes, kind):
     W = tuple(draw(a, b, seed=20 + i) for i, (a, b) in enumerate(pairwise(sizes)))
 
     def network(W):
-        return torch.linalg.multi_dot([X.flatten(0, 1), *W]).unflatten(0, (2, 3)) if len(W) > 1 else X @ W[0]
+        return (
+            torch.linalg.multi_dot([X.flatten(0, 1), *W]).unflatten(0, (2, 3))
+            if len(W) > 1
+            else X @ W[0]
+        )
 
     ours = LinearNetworkHessian(X, W, loss)
     second = jacrev(jacrev(lambda W: loss.value(network(W))))(W)
-    rows = [torch.cat([block.reshape(a.numel(), -1) for block in row], 1) for a, row in zip(W, second)]
+    rows = [
+        torch.cat([block.reshape(a.numel(), -1) for block in row], 1) for a, row in zip(W, second)
+    ]
     close(ours.dense(), torch.cat(rows))
     J = torch.cat([block.reshape(12, -1) for block in jacrev(network)(W)], 1)
     close(ours.dense("outer"), J.T @ jacrev(jacrev(loss.value))(network(W)).reshape(12, 12) @ J)
@@ -165,9 +208,15 @@ def test_linear_networks(sizes, kind):
         assert ours.block(i, i, "functional").abs().max() == 0  # block-hollow
     close(ours.dense("outer") + ours.dense("functional"), ours.dense())
     if kind == "mse":  # Singh et al.: data enter a diagonal block through the covariance alone
-        before = torch.linalg.multi_dot([torch.eye(sizes[0]).double(), *W[:-1], torch.eye(sizes[-2]).double()])
+        before = torch.linalg.multi_dot(
+            [torch.eye(sizes[0]).double(), *W[:-1], torch.eye(sizes[-2]).double()]
+        )
         covariance = X.flatten(0, 1).T @ X.flatten(0, 1)
-        expected = 2 / 12 * torch.kron((before.T @ covariance @ before).contiguous(), torch.eye(2).double())
+        expected = (
+            2
+            / 12
+            * torch.kron((before.T @ covariance @ before).contiguous(), torch.eye(2).double())
+        )
         close(ours.block(len(W) - 1, len(W) - 1, "outer"), expected)
 
 
@@ -191,7 +240,9 @@ def test_errors():
         LinearNetworkHessian(draw(6, 2), [draw(2, 3), draw(2, 2)], SquaredError(draw(6, 2)))
     linear = LinearNetworkHessian(draw(6, 2), [draw(2, 3), draw(3, 2)], SquaredError(draw(6, 2)))
     for number in (-1, 2):  # no counting from the end
-        with pytest.raises(ValueError, match=f"Invalid column={number}. Must be an integer from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=f"Invalid column={number}. Must be an integer from 0 to 1"
+        ):
             linear.block(0, number)
     with pytest.raises(ValueError, match=r"Invalid W_in of torch\.float32"):
         FeedForwardMap(draw(6, 3), draw(3, 4).float(), draw(4, 2))

@@ -32,7 +32,9 @@ def test_slope_and_error_of_one_series():
     scales = torch.logspace(-2, 1, 7, dtype=torch.float64)
     norms = 3 * scales**2.5 * randn(7).mul(0.1).exp()
     found = fit_exponent(scales, norms)
-    (slope, intercept), covariance = np.polyfit(scales.log().numpy(), norms.log().numpy(), 1, cov=True)
+    (slope, intercept), covariance = np.polyfit(
+        scales.log().numpy(), norms.log().numpy(), 1, cov=True
+    )
     assert found == pytest.approx((slope, math.sqrt(covariance[0, 0]), intercept), rel=1e-10)
 
 
@@ -42,14 +44,20 @@ def test_repeats_are_averaged_before_the_logarithm():
     found = fit_exponent(scales, norms)
     slope, intercept = np.polyfit(np.log(scales), np.log(norms.numpy().mean(0)), 1)
     assert (found.value, found.intercept) == pytest.approx((slope, intercept), rel=1e-10)
-    assert slope != pytest.approx(np.polyfit(np.log(scales), np.log(norms.numpy()).mean(0), 1)[0], rel=1e-3)
+    assert slope != pytest.approx(
+        np.polyfit(np.log(scales), np.log(norms.numpy()).mean(0), 1)[0], rel=1e-3
+    )
 
 
 def test_the_error_over_repeats_is_a_jackknife():
     scales, norms = np.array([0.1, 0.5, 1.0]), randn(4, 3).exp().numpy()
-    slopes = [np.polyfit(np.log(scales), np.log(np.delete(norms, r, 0).mean(0)), 1)[0] for r in range(4)]
+    slopes = [
+        np.polyfit(np.log(scales), np.log(np.delete(norms, r, 0).mean(0)), 1)[0] for r in range(4)
+    ]
     expected = math.sqrt(3 / 4 * np.square(np.array(slopes) - np.mean(slopes)).sum())
-    assert fit_exponent(torch.from_numpy(scales), torch.from_numpy(norms)).standard_error == pytest.approx(expected, rel=1e-10)
+    assert fit_exponent(
+        torch.from_numpy(scales), torch.from_numpy(norms)
+    ).standard_error == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_error_over_repeats_is_that_of_other_draws():
@@ -155,7 +163,9 @@ def autograd_norms(parameters, function, loss):
     for i, p in enumerate(parameters):
         for j, q in enumerate(parameters[i:], start=i):
             full = jacrev(jacrev(lambda *both: loss(function(*both)), j), i)(*parameters)  # (q, p)
-            left, right = (jacrev(function, k)(*parameters).reshape(output.numel(), -1) for k in (i, j))
+            left, right = (
+                jacrev(function, k)(*parameters).reshape(output.numel(), -1) for k in (i, j)
+            )
             outer = left.T @ inner @ right
             full = full.reshape(q.numel(), p.numel()).T
             for part, block in (("outer", outer), ("functional", full - outer), ("full", full)):
@@ -169,12 +179,16 @@ def test_norms_of_attention_against_autograd(sigma, activation):
     X, Y = sigma * randn(4, 3), randn(4, 3, seed=1)
     weights = [randn(3, 2, seed=2), randn(3, 2, seed=3), randn(3, 3, seed=4)]
     found = attention_norms(SelfAttentionHessian(X, *weights, Y, activation=activation), mixed=True)
-    expected = autograd_norms(weights, lambda *w: attend(X, *w, activation), lambda f: F.mse_loss(f, Y))
+    expected = autograd_norms(
+        weights, lambda *w: attend(X, *w, activation), lambda f: F.mse_loss(f, Y)
+    )
     roles = ("query", "key", "value")
     assert len(found) == len(expected) == 18
     for (part, i, j), norm in expected.items():
         scale = max(expected[other, i, j] for other in ("outer", "full"))
-        assert found[f"{part} {roles[i]} {roles[j]}"] == pytest.approx(norm, rel=1e-9, abs=1e-13 * scale)
+        assert found[f"{part} {roles[i]} {roles[j]}"] == pytest.approx(
+            norm, rel=1e-9, abs=1e-13 * scale
+        )
 
 
 def test_norms_of_several_heads():
@@ -182,11 +196,15 @@ def test_norms_of_several_heads():
     weights = [randn(2, 3, 2, seed=2), randn(2, 3, 2, seed=3), randn(2, 3, 3, seed=4)]
     hessian = SelfAttentionHessian(X, *weights, Y)
     found = attention_norms(hessian, mixed=True)
-    assert attention_norms(hessian).keys() == {label for label in found if len(set(label.split()[1:])) == 1}
+    assert attention_norms(hessian).keys() == {
+        label for label in found if len(set(label.split()[1:])) == 1
+    }
     for label, norm in found.items():
         part, a, b = label.split()
         blocks = [hessian.block(a, b, part, (head, head)) for head in range(2)]
-        assert norm == pytest.approx(math.hypot(*(block.norm().item() for block in blocks)), rel=1e-10)
+        assert norm == pytest.approx(
+            math.hypot(*(block.norm().item() for block in blocks)), rel=1e-10
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,10 @@ def test_the_power_laws_of_softmax_end_where_attention_saturates():
 
 
 def test_causal_attention_averages_over_less():
-    every, causal = (attention_measure(width=8, causal=causal)(0.01, 0)["outer value value"] for causal in (False, True))
+    every, causal = (
+        attention_measure(width=8, causal=causal)(0.01, 0)["outer value value"]
+        for causal in (False, True)
+    )
     assert causal > 2 * every
 
 
@@ -242,11 +263,17 @@ def deep_norms(depth, attention):
 
     def function(X, *weights):
         for layer in range(depth):
-            X = attend(X, *weights[3 * layer : 3 * layer + 3], "linear") if attention else X @ weights[layer]
+            X = (
+                attend(X, *weights[3 * layer : 3 * layer + 3], "linear")
+                if attention
+                else X @ weights[layer]
+            )
         return X
 
     def measure(sigma, _):
-        found = autograd_norms(matrices, lambda *w: function(sigma * tokens, *w), lambda f: F.mse_loss(f, targets))
+        found = autograd_norms(
+            matrices, lambda *w: function(sigma * tokens, *w), lambda f: F.mse_loss(f, targets)
+        )
         blocks = {f"{part} {i}": norm for (part, i, j), norm in found.items() if i == j}
         floor = 1e-12 * max(blocks.values())  # what differences of equal numbers leave of zero
         return {label: norm if norm > floor else 0.0 for label, norm in blocks.items()}
@@ -266,8 +293,12 @@ def test_depth_of_linear_attention(depth):
         if number >= last:
             assert exponents[f"full {number}"].value == pytest.approx(predicted["outer"], abs=1e-9)
         else:
-            assert exponents[f"functional {number}"].value == pytest.approx(predicted["functional"], abs=0.05)
-            assert exponents[f"full {number}"].value == pytest.approx(predicted["functional"], abs=0.05)
+            assert exponents[f"functional {number}"].value == pytest.approx(
+                predicted["functional"], abs=0.05
+            )
+            assert exponents[f"full {number}"].value == pytest.approx(
+                predicted["functional"], abs=0.05
+            )
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -275,4 +306,6 @@ def test_depth_of_a_linear_mlp(depth):
     found = growth(deep_norms(depth, False), [0.1, 1.0, 10.0])
     for number in range(depth):
         for part in ("outer", "full"):
-            assert found.exponents()[f"{part} {number}"].value == pytest.approx(linear_mlp_exponents()["outer"], abs=1e-9)
+            assert found.exponents()[f"{part} {number}"].value == pytest.approx(
+                linear_mlp_exponents()["outer"], abs=1e-9
+            )

@@ -33,7 +33,9 @@ def test_equation_13_is_wrong_in_print(n, m):
 def test_equation_14_block_diagonal_times_kronecker():
     A, B, C = draw(3, 2, 4), draw(3, 5, seed=1), draw(4, 2, seed=2)
     found = torch.block_diag(*A) @ kron(B, C)
-    assert_close(found, torch.cat([kron(row.unsqueeze(0), block @ C) for row, block in zip(B, A)]), 1e-14)
+    assert_close(
+        found, torch.cat([kron(row.unsqueeze(0), block @ C) for row, block in zip(B, A)]), 1e-14
+    )
 
 
 def test_equation_15_matrix_product():
@@ -46,8 +48,12 @@ def test_equations_16_and_17_kronecker_product():
     X, Y = draw(n, q), draw(p, r, seed=1)
     shuffle = kron(kron(eye(n), commutation_matrix(p, q)), eye(r))
     size = n * q * p * r
-    assert_close(shuffle @ kron(eye(n * q), vec(Y)), jacrev(lambda x: kron(x, Y))(X).reshape(size, -1), 1e-14)
-    assert_close(shuffle @ kron(vec(X), eye(p * r)), jacrev(lambda y: kron(X, y))(Y).reshape(size, -1), 1e-14)
+    assert_close(
+        shuffle @ kron(eye(n * q), vec(Y)), jacrev(lambda x: kron(x, Y))(X).reshape(size, -1), 1e-14
+    )
+    assert_close(
+        shuffle @ kron(vec(X), eye(p * r)), jacrev(lambda y: kron(X, y))(Y).reshape(size, -1), 1e-14
+    )
 
 
 def test_equation_18_transposition():
@@ -70,4 +76,10 @@ def test_lemma_b_3():
     m, n = 2, 3
     A = draw(m, n)
     left = kron(eye(m), commutation_matrix(m, n)) @ kron(vec(A), A)
-    assert_close(left, kron(kron(A, A), eye(n)) @ kron(eye(n), commutation_matrix(n, n)) @ kron(vec(eye(n)), eye(n)), 1e-14)
+    assert_close(
+        left,
+        kron(kron(A, A), eye(n))
+        @ kron(eye(n), commutation_matrix(n, n))
+        @ kron(vec(eye(n)), eye(n)),
+        1e-14,
+    )

@@ -9,7 +9,12 @@ from torch.func import jacrev
 
 from blockopt.analysis.closed_forms.normalization import Normalization
 
-CASES = [(kind, epsilon, affine) for kind in ("layer", "rms") for epsilon in (0.0, 0.3) for affine in (False, True)]
+CASES = [
+    (kind, epsilon, affine)
+    for kind in ("layer", "rms")
+    for epsilon in (0.0, 0.3)
+    for affine in (False, True)
+]
 
 
 def draw(*shape, seed=0):
@@ -26,7 +31,12 @@ def make(kind, epsilon, affine, d=5, scale=1.0, rows=(2, 3)):
     x = scale * draw(*rows, d)
     gain, bias = (draw(d, seed=1), draw(d, seed=2)) if affine else (None, None)
     norm = Normalization(x, kind=kind, gain=gain, bias=bias, epsilon=epsilon)
-    return norm, x, (torch.ones(d).double() if gain is None else gain), (torch.zeros(d).double() if bias is None else bias)
+    return (
+        norm,
+        x,
+        (torch.ones(d).double() if gain is None else gain),
+        (torch.zeros(d).double() if bias is None else bias),
+    )
 
 
 def close(a, b, tolerance=1e-11):
@@ -42,8 +52,12 @@ def test_derivatives_equal_autograd(kind, epsilon, affine):
     else:
         close(norm.output, torch.nn.functional.rms_norm(x, x.shape[-1:], gain, epsilon) + bias)
     flat, g, v = x.reshape(-1, 5), draw(6, 5, seed=3), draw(6, 5, seed=4)
-    J = torch.stack([jacrev(lambda r: reference(r, kind, gain, bias, epsilon))(row) for row in flat])
-    H = torch.stack([jacrev(jacrev(lambda r: reference(r, kind, gain, bias, epsilon)))(row) for row in flat])
+    J = torch.stack(
+        [jacrev(lambda r: reference(r, kind, gain, bias, epsilon))(row) for row in flat]
+    )
+    H = torch.stack(
+        [jacrev(jacrev(lambda r: reference(r, kind, gain, bias, epsilon)))(row) for row in flat]
+    )
     close(norm.jacobian().reshape(6, 5, 5), J)
     close(norm.hessian().reshape(6, 5, 5, 5), H)
     g_, v_ = g.reshape(2, 3, 5), v.reshape(2, 3, 5)
@@ -57,10 +71,14 @@ def test_derivatives_equal_autograd(kind, epsilon, affine):
 def test_derivatives_by_gain_and_bias(kind, epsilon, affine):
     norm, x, gain, bias = make(kind, epsilon, affine, rows=(3,))
     g = draw(3, 5, seed=3)
-    by_gain, by_bias = jacrev(lambda a, b: reference(x, kind, a, b, epsilon), argnums=(0, 1))(gain, bias)
+    by_gain, by_bias = jacrev(lambda a, b: reference(x, kind, a, b, epsilon), argnums=(0, 1))(
+        gain, bias
+    )
     close(norm.parameter_jacobian("gain"), by_gain)
     close(norm.parameter_jacobian("bias"), by_bias)
-    mixed = jacrev(jacrev(lambda a, r: (g * reference(r, kind, a, bias, epsilon)).sum()), argnums=1)(gain, x)  # (d, 3, d)
+    mixed = jacrev(
+        jacrev(lambda a, r: (g * reference(r, kind, a, bias, epsilon)).sum()), argnums=1
+    )(gain, x)  # (d, 3, d)
     close(norm.gain_input_hessian(g), mixed.movedim(0, 1))
 
 
@@ -70,7 +88,11 @@ def test_derivatives_by_gain_and_bias(kind, epsilon, affine):
 def test_norms_are_exact(kind, epsilon, affine, d, scale):
     norm, *_ = make(kind, epsilon, affine, d=d, scale=scale, rows=(3,))
     close(norm.jacobian_norm(), torch.linalg.matrix_norm(norm.jacobian(), ord=2))
-    close(norm.hessian_norm(), torch.linalg.matrix_norm(norm.hessian().reshape(3, d * d, d), ord=2), 1e-9)
+    close(
+        norm.hessian_norm(),
+        torch.linalg.matrix_norm(norm.hessian().reshape(3, d * d, d), ord=2),
+        1e-9,
+    )
     close(norm.trilinear_norm(), norm.gain.abs().max() * best_cube(norm), 1e-6)
 
 
@@ -97,7 +119,8 @@ def test_trilinear_norm_bounds_random_directions():
 def test_norm_without_epsilon_as_stated():
     norm, *_ = make("layer", 0.0, False, d=7, rows=(3,))
     close(norm.hessian_norm(), math.sqrt(5 / 7) / norm.sigma.squeeze(-1).square())
-    # The printed lemma has the norm of the centred row in place of its standard deviation, and is violated.
+    # The printed lemma has the norm of the centred row in place of its standard deviation, and is
+    # violated.
     assert (norm.jacobian_norm() > 1 / (math.sqrt(7) * norm.sigma.squeeze(-1))).all()
 
 
@@ -129,7 +152,8 @@ def test_bad_numbers():
         Normalization(torch.tensor([1.0, 2.0])).parameter_jacobian("gian")
 
 
-# Theorems 2 and 3 of arXiv 2510.16927, in their own matrices (row-major vec, K_{q,n} vec X = vec Xᵀ for X of n × q).
+# Theorems 2 and 3 of arXiv 2510.16927, in their own matrices (row-major vec, K_{q,n} vec X = vec Xᵀ
+# for X of n × q).
 
 
 def commutation(q: int, n: int) -> Tensor:
@@ -168,17 +192,33 @@ class KroneckerForms:
         U = -kron(P, P.T)
         dP = root * U @ E @ N @ R
         vec_P, vec_I = P.reshape(-1, 1), eye(d).reshape(-1, 1)
-        inverse = U @ E @ (diagonal * N @ R)  # ∂(D⁻¹) = -(D⁻¹ ⊗ D⁻ᵀ) ∂D, where ∂D has the factor in question
-        dU = -kron(eye(L), commutation(L, L), eye(L)) @ (kron(eye(L * L), vec_P) + kron(vec_P, eye(L * L))) @ inverse
+        inverse = (
+            U @ E @ (diagonal * N @ R)
+        )  # ∂(D⁻¹) = -(D⁻¹ ⊗ D⁻ᵀ) ∂D, where ∂D has the factor in question
+        dU = (
+            -kron(eye(L), commutation(L, L), eye(L))
+            @ (kron(eye(L * L), vec_P) + kron(vec_P, eye(L * L)))
+            @ inverse
+        )
         dR = kron(kron(eye(L), ones), G.T) @ selection(L * d) @ G
         dN = -E @ sizes.square().reciprocal().diag() @ N @ R
         d_NR = kron(eye(L), R.T) @ dN + kron(N, eye(L * d)) @ dR
-        ddP = root * kron(eye(L * L), (E @ N @ R).T) @ dU + second_term * kron(U @ E, eye(L * d)) @ d_NR
+        ddP = (
+            root * kron(eye(L * L), (E @ N @ R).T) @ dU
+            + second_term * kron(U @ E, eye(L * d)) @ d_NR
+        )
         dPI = kron(eye(L), commutation(d, L), eye(d)) @ kron(eye(L * L), vec_I) @ dP
-        dIM = kron(eye(L), commutation(d, L), eye(L)) @ kron(eye(L).reshape(-1, 1), eye(d * L)) @ commutation(d, L) @ G
+        dIM = (
+            kron(eye(L), commutation(d, L), eye(L))
+            @ kron(eye(L).reshape(-1, 1), eye(d * L))
+            @ commutation(d, L)
+            @ G
+        )
         IM = kron(eye(L), M.T)
         self.jacobian = kron(P, eye(d)) @ G + IM @ dP
-        self.hessian = kron(eye(L * d), G.T) @ dPI + kron(IM, eye(L * d)) @ ddP + kron(eye(L * d), dP.T) @ dIM
+        self.hessian = (
+            kron(eye(L * d), G.T) @ dPI + kron(IM, eye(L * d)) @ ddP + kron(eye(L * d), dP.T) @ dIM
+        )
 
 
 @pytest.mark.parametrize(("L", "d"), [(2, 3), (3, 4)])

@@ -33,11 +33,15 @@ def whole_block(activation=F.gelu, norm=True, seed=0):
 def attention_hessian(X, weights, loss):
     arguments = (weights[role].squeeze(0) for role in ("query", "key", "value"))
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    return SelfAttentionHessian(X, *arguments, W_U=weights["output"].squeeze(0), loss=loss, mask=mask), mask
+    return SelfAttentionHessian(
+        X, *arguments, W_U=weights["output"].squeeze(0), loss=loss, mask=mask
+    ), mask
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("activation", [F.gelu, F.relu])
@@ -59,7 +63,9 @@ def test_all_blocks_of_a_whole_transformer_block(activation, norm):
 def test_outer_and_functional_parts_split_at_the_predictions():
     X, weights, network, function = whole_block()
     outer, mask = attention_hessian(X, weights, PositionwiseLoss(function, network, part="outer"))
-    functional, _ = attention_hessian(X, weights, PositionwiseLoss(function, network, part="functional"))
+    functional, _ = attention_hessian(
+        X, weights, PositionwiseLoss(function, network, part="functional")
+    )
     full, _ = attention_hessian(X, weights, PositionwiseLoss(function, network))
 
     def predict(vector):
@@ -78,8 +84,13 @@ def test_outer_and_functional_parts_split_at_the_predictions():
 
 def test_relu_network_has_no_functional_part():
     X, _, network, function = whole_block(F.relu, norm=False)
-    assert float(PositionwiseLoss(function, network, part="functional").curvature(X).abs().max()) == 0.0
-    full, outer = (PositionwiseLoss(function, network, part=part).curvature(X) for part in ("full", "outer"))
+    assert (
+        float(PositionwiseLoss(function, network, part="functional").curvature(X).abs().max())
+        == 0.0
+    )
+    full, outer = (
+        PositionwiseLoss(function, network, part=part).curvature(X) for part in ("full", "outer")
+    )
     close(outer, full)
 
 
@@ -91,7 +102,9 @@ def test_agrees_with_the_closed_losses():
     pairs = [
         (PositionwiseLoss(lambda x: F.mse_loss(x, Y)), SquaredError(Y)),
         (
-            PositionwiseLoss(lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()), lambda x: x @ W.mT),
+            PositionwiseLoss(
+                lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()), lambda x: x @ W.mT
+            ),
             CrossEntropy(W.mT, targets),
         ),
     ]
@@ -125,7 +138,9 @@ def test_curvature_after_the_network_has_changed():
     torch.testing.assert_close(loss.curvature(output), 9 * before)
 
 
-@pytest.mark.parametrize("mix", [lambda x: x.cumsum(1), lambda x: x - x.mean(0), lambda x: x.flip(1) * x])
+@pytest.mark.parametrize(
+    "mix", [lambda x: x.cumsum(1), lambda x: x - x.mean(0), lambda x: x.flip(1) * x]
+)
 def test_mixed_positions_are_refused(mix):
     loss = PositionwiseLoss(lambda x: x.pow(3).mean(), mix)
     with pytest.raises(ValueError, match="Each position must act alone"):

@@ -19,8 +19,14 @@ def draw(sequences=3, tokens=5, width=6, seed=0, scale=1.0):
 
 
 def output(parameters, x, bias=0.0):
-    w_Q, w_K, w_V = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 : -1], parameters[-1]
-    scores = torch.einsum("nid,njd->nij", x.unsqueeze(-1) * w_Q, x.unsqueeze(-1) * w_K) / math.sqrt(len(w_Q))
+    w_Q, w_K, w_V = (
+        parameters[: len(parameters) // 2],
+        parameters[len(parameters) // 2 : -1],
+        parameters[-1],
+    )
+    scores = torch.einsum("nid,njd->nij", x.unsqueeze(-1) * w_Q, x.unsqueeze(-1) * w_K) / math.sqrt(
+        len(w_Q)
+    )
     sink = torch.zeros(x.shape[-1], dtype=x.dtype)
     sink[0] = bias
     return w_V * torch.einsum("nij,nj->ni", torch.softmax(scores + sink, -1), x)
@@ -29,7 +35,9 @@ def output(parameters, x, bias=0.0):
 def autograd(x, y, w_Q, w_K, w_V, bias=0.0):
     """The Hessian and the Gauss-Newton matrix."""
     parameters = torch.cat([w_Q, w_K, w_V.reshape(1)])
-    hessian = torch.func.jacrev(torch.func.grad(lambda p: (output(p, x, bias) - y).square().mean()))(parameters)
+    hessian = torch.func.jacrev(
+        torch.func.grad(lambda p: (output(p, x, bias) - y).square().mean())
+    )(parameters)
     jacobian = torch.func.jacrev(lambda p: output(p, x, bias).flatten())(parameters)
     return hessian, 2 / x.numel() * jacobian.T @ jacobian
 
@@ -49,7 +57,12 @@ def test_hessian_and_spectrum(sizes, bias):
     close(model.eigenvalues(), torch.linalg.eigvalsh(hessian))
     close(model.gauss_newton_dense(), gauss_newton)
     close(model.gauss_newton_eigenvalues(), torch.linalg.eigvalsh(gauss_newton))
-    close(model.loss, (output(torch.cat([data[2], data[3], data[4].reshape(1)]), data[0], bias) - data[1]).square().mean())
+    close(
+        model.loss,
+        (output(torch.cat([data[2], data[3], data[4].reshape(1)]), data[0], bias) - data[1])
+        .square()
+        .mean(),
+    )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -58,7 +71,9 @@ def test_equal_and_opposite_weights(sign, width):
     x, y, w_Q, _, w_V = draw(width=width)
     model = ScalarAttention(x, y, w_Q, sign * w_Q, w_V)
     close(model.eigenvalues(), torch.linalg.eigvalsh(autograd(x, y, w_Q, sign * w_Q, w_V)[0]))
-    assert (model.outliers + sign * model.beta).abs().min() < 1e-14  # the direction that does not meet p
+    assert (
+        model.outliers + sign * model.beta
+    ).abs().min() < 1e-14  # the direction that does not meet p
 
 
 def test_bulk_and_outliers():
@@ -80,7 +95,9 @@ def test_roots_of_the_cubic(seed):
     model = ScalarAttention(*draw(seed=seed))
     coefficients = model.cubic()
     roots = np.sort(np.roots(coefficients.numpy()).real)
-    np.testing.assert_allclose(roots, model.outliers.numpy(), rtol=0, atol=1e-9 * np.abs(roots).max())
+    np.testing.assert_allclose(
+        roots, model.outliers.numpy(), rtol=0, atol=1e-9 * np.abs(roots).max()
+    )
     close(coefficients, torch.from_numpy(np.poly(model.outliers.numpy())), 1e-11)
 
 
@@ -111,7 +128,10 @@ def test_conditioning_depends_on_the_norms_of_query_and_key():
 
 def test_one_sequence_and_lower_precision():
     x, y, w_Q, w_K, w_V = draw(1)
-    close(ScalarAttention(x[0], y[0], w_Q, w_K, 0.7).eigenvalues(), ScalarAttention(x, y, w_Q, w_K, w_V).eigenvalues())
+    close(
+        ScalarAttention(x[0], y[0], w_Q, w_K, 0.7).eigenvalues(),
+        ScalarAttention(x, y, w_Q, w_K, w_V).eigenvalues(),
+    )
     single = ScalarAttention(x.float(), y.float(), w_Q.float(), w_K.float(), 0.7)
     assert single.eigenvalues().dtype == torch.float32
     close(single.eigenvalues().double(), ScalarAttention(x, y, w_Q, w_K, w_V).eigenvalues(), 1e-5)
@@ -120,7 +140,9 @@ def test_one_sequence_and_lower_precision():
 def sweep(model, biases, kind):
     """The size of the bulk and the largest outlier at each bias."""
     models = [model.with_sink(bias, kind) for bias in biases]
-    return torch.stack([m.beta.abs() for m in models]), torch.stack([m.outliers.abs().max() for m in models])
+    return torch.stack([m.beta.abs() for m in models]), torch.stack(
+        [m.outliers.abs().max() for m in models]
+    )
 
 
 def sink_data(seed, positive=True, first=1.5, s=0.4):
@@ -140,13 +162,19 @@ def test_a_bias_on_the_score_shrinks_the_bulk_and_stretches_the_outliers(seed):
     bulk, outlier = sweep(ScalarAttention(*sink_data(seed)), range(13), "score")
     assert (bulk.diff() < 0).all()
     assert (outlier.diff() > 0).all()
-    torch.testing.assert_close(outlier[-1], torch.tensor(2 * 1.5**2).double(), rtol=1e-3, atol=0)  # 2⟨x_1²⟩
-    torch.testing.assert_close(bulk[10:] / bulk[9:-1], torch.full((3,), math.exp(-1)).double(), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        outlier[-1], torch.tensor(2 * 1.5**2).double(), rtol=1e-3, atol=0
+    )  # 2⟨x_1²⟩
+    torch.testing.assert_close(
+        bulk[10:] / bulk[9:-1], torch.full((3,), math.exp(-1)).double(), rtol=0.02, atol=0
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_tokens_of_both_signs_the_bulk_shrinks_on_a_detour(seed):
-    bulk, outlier = sweep(ScalarAttention(*sink_data(seed, positive=False, first=3.0)), range(21), "score")
+    bulk, outlier = sweep(
+        ScalarAttention(*sink_data(seed, positive=False, first=3.0)), range(21), "score"
+    )
     assert not (bulk.diff() < 0).all()
     assert bulk[-1] < 1e-3 * bulk[0]
     assert outlier[-1] > outlier[0]
@@ -163,7 +191,9 @@ def test_a_bias_on_the_score_shrinks_the_outliers_too_if_the_first_token_is_smal
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_bias_on_the_input_stretches_the_outliers_and_the_bulk(seed, positive):
-    bulk, outlier = sweep(ScalarAttention(*sink_data(seed, positive)), [4.0, 8.0, 16.0, 32.0], "input")
+    bulk, outlier = sweep(
+        ScalarAttention(*sink_data(seed, positive)), [4.0, 8.0, 16.0, 32.0], "input"
+    )
     assert (outlier.diff() > 0).all()
     assert bulk[-1] > bulk[0]  # tokens close to zero are undecided at any bias
 
@@ -180,7 +210,9 @@ def test_where_a_sink_is():
     x, *rest = draw()
     moved = x + torch.tensor([2.0, 0, 0, 0, 0])
     close(ScalarAttention(x, *rest).with_sink(2.0, "input").dense(), autograd(moved, *rest)[0])
-    close(ScalarAttention(x, *rest).with_sink(2.0, "score").dense(), autograd(x, *rest, bias=2.0)[0])
+    close(
+        ScalarAttention(x, *rest).with_sink(2.0, "score").dense(), autograd(x, *rest, bias=2.0)[0]
+    )
 
 
 def test_a_sink_leaves_the_model_as_it_is():

@@ -30,7 +30,13 @@ SHAPES = {
     "heads with output matrices": {"heads": 2, "dv": 2, "d_out": 3, "batch": 2},
     "one head with an output matrix": {"dv": 2, "d_out": 4},
     "single matrix": {"single": True},
-    "single matrix, heads, batch, output": {"single": True, "heads": 2, "batch": 2, "dv": 2, "d_out": 3},
+    "single matrix, heads, batch, output": {
+        "single": True,
+        "heads": 2,
+        "batch": 2,
+        "dv": 2,
+        "d_out": 3,
+    },
     "one token": {"L": 1},
 }
 
@@ -42,7 +48,10 @@ def make(X, weights, target, cross_entropy, **options):
         generator = torch.Generator().manual_seed(7)
         W = torch.randn(width, 5, generator=generator, dtype=torch.float64)
         classes = torch.randint(5, X.shape[:2], generator=generator)
-        loss, plain = CrossEntropy(W, classes), lambda o: F.cross_entropy((o @ W).flatten(0, 1), classes.flatten())
+        loss, plain = (
+            CrossEntropy(W, classes),
+            lambda o: F.cross_entropy((o @ W).flatten(0, 1), classes.flatten()),
+        )
     else:
         loss, plain = SquaredError(target), lambda o: mean_squared(o, target)
     single = "query_key" in weights
@@ -65,7 +74,10 @@ def make(X, weights, target, cross_entropy, **options):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dense_equals_autograd(shape, causal, activation, cross_entropy):
     X, weights, target = draw(**SHAPES[shape])
-    options = {"activation": activation, "mask": CAUSAL[: X.shape[1], : X.shape[1]] if causal else None}
+    options = {
+        "activation": activation,
+        "mask": CAUSAL[: X.shape[1], : X.shape[1]] if causal else None,
+    }
     hessian, plain = make(X, weights, target, cross_entropy, **options)
     assert_close(hessian.attention.output, attend(X, weights, **options), 1e-14)
     assert_close(hessian.value(), plain(attend(X, weights, **options)), 1e-14)
@@ -89,7 +101,10 @@ def test_every_pair_of_roles_and_heads_is_a_block_of_the_whole(shape, part):
             for h in range(heads):
                 for other in range(heads):
                     one = hessian.block(row, column, part, heads=(h, other))
-                    assert torch.equal(one, block[h * rows : (h + 1) * rows, other * columns : (other + 1) * columns])
+                    assert torch.equal(
+                        one,
+                        block[h * rows : (h + 1) * rows, other * columns : (other + 1) * columns],
+                    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -121,16 +136,27 @@ def test_functional_part_between_heads_is_zero():
             block = exact[slices[row], slices[column]]
             rows, columns = block.shape[0] // 3, block.shape[1] // 3
             assert float(block[:rows, 2 * columns :].abs().max()) < 1e-14
-            assert row == column == "value" or float(hessian.block(row, column, "outer", heads=(0, 2)).abs().max()) > 1e-6
+            assert (
+                row == column == "value"
+                or float(hessian.block(row, column, "outer", heads=(0, 2)).abs().max()) > 1e-6
+            )
 
 
 def test_masks_biases_scales_and_batches_of_masks():
     X, weights, target = draw(batch=2)
     by_sequence = torch.stack([CAUSAL, torch.eye(4, dtype=torch.bool).logical_or(CAUSAL.mT)])
     added = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for options in ({"mask": by_sequence}, {"mask": added}, {"mask": added.masked_fill(~CAUSAL, -torch.inf)}, {"scale": 0.3}):
+    for options in (
+        {"mask": by_sequence},
+        {"mask": added},
+        {"mask": added.masked_fill(~CAUSAL, -torch.inf)},
+        {"scale": 0.3},
+    ):
         hessian, plain = make(X, weights, target, True, **options)
-        reference = {key: value.unsqueeze(1) if key == "mask" and value.ndim == 3 else value for key, value in options.items()}
+        reference = {
+            key: value.unsqueeze(1) if key == "mask" and value.ndim == 3 else value
+            for key, value in options.items()
+        }
         assert_close(hessian.dense(), autograd_hessian(X, weights, plain, **reference))
 
 
@@ -139,19 +165,30 @@ def test_biases_are_constants(activation):
     X, weights, target = draw(heads=2, dv=2, d_out=3, batch=2)
     generator = torch.Generator().manual_seed(5)
     roles = ("query", "key", "value")
-    biases = {role: torch.randn(2, weights[role].shape[-1], generator=generator, dtype=torch.float64) for role in roles}
+    biases = {
+        role: torch.randn(2, weights[role].shape[-1], generator=generator, dtype=torch.float64)
+        for role in roles
+    }
     hessian, plain = make(X, weights, target, True, biases=biases, activation=activation)
-    assert_close(hessian.dense(), autograd_hessian(X, weights, plain, biases=biases, activation=activation))
-    assert_close(hessian.factored("key", 1).diagonal(), hessian.block("key", "key", heads=(1, 1)).diagonal())
+    assert_close(
+        hessian.dense(), autograd_hessian(X, weights, plain, biases=biases, activation=activation)
+    )
+    assert_close(
+        hessian.factored("key", 1).diagonal(), hessian.block("key", "key", heads=(1, 1)).diagonal()
+    )
     with pytest.raises(ValueError, match=r"Invalid bias of key of shape \(3,\)\. Must be \(2, 2\)"):
         make(X, weights, target, True, biases={"key": torch.ones(3).double()})
-    with pytest.raises(ValueError, match=r"Invalid biases \['output'\]\. Must be of query, key, value"):
+    with pytest.raises(
+        ValueError, match=r"Invalid biases \['output'\]\. Must be of query, key, value"
+    ):
         make(X, weights, target, True, biases={"output": torch.ones(3).double()})
 
 
 def test_one_sequence_without_a_batch_dimension():
     X, weights, target = draw()
-    plain = SelfAttentionHessian(X[0], *(weights[role][0] for role in ("query", "key", "value")), target[0])
+    plain = SelfAttentionHessian(
+        X[0], *(weights[role][0] for role in ("query", "key", "value")), target[0]
+    )
     batched = SelfAttentionHessian(X, *weights.values(), target)
     assert torch.equal(plain.dense(), batched.dense())
 
@@ -159,7 +196,10 @@ def test_one_sequence_without_a_batch_dimension():
 def test_tokens_far_from_the_origin_keep_their_digits():
     """With zero queries attention is uniform, wherever the tokens are, and moments do not see the shift."""
     X, weights, _ = draw()
-    near, far = (AttentionMap(x, 0 * weights["query"], weights["key"], weights["value"]).heads[0] for x in (X, X + 1e6))
+    near, far = (
+        AttentionMap(x, 0 * weights["query"], weights["key"], weights["value"]).heads[0]
+        for x in (X, X + 1e6)
+    )
     assert_close(far.covariance("value", "key"), near.covariance("value", "key"), 1e-8)
     g = torch.ones_like(near.value)
     w = near.score_gradient(g)
@@ -177,7 +217,9 @@ class TestScores:
         for row in ("query", "key"):
             assert float(hessian.block(row, row, "score_functional").abs().max()) == 0
             for column in ("query", "key"):
-                parts = hessian.block(row, column, "score_outer") + hessian.block(row, column, "score_functional")
+                parts = hessian.block(row, column, "score_outer") + hessian.block(
+                    row, column, "score_functional"
+                )
                 assert_close(parts, hessian.block(row, column))
 
     @pytest.mark.parametrize("shape", ["paper", "wide keys", "heads"])
@@ -195,7 +237,10 @@ class TestScores:
 
         exact = autograd_second(loss_of)(torch.cat([q0.flatten(), k0.flatten()]))
         found = torch.cat(
-            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+            [
+                torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1)
+                for r in ("query", "key")
+            ]
         )
         assert_close(found, exact)
 
@@ -205,19 +250,31 @@ class TestScores:
         hessian, _ = make(X, weights, target, False)
         mixed = hessian.block("query", "key", "score_functional")
         zero = torch.zeros_like(mixed @ mixed.mT)
-        whole = torch.cat([torch.cat([zero, mixed], 1), torch.cat([mixed.mT, torch.zeros_like(mixed.mT @ mixed)], 1)])
+        whole = torch.cat(
+            [
+                torch.cat([zero, mixed], 1),
+                torch.cat([mixed.mT, torch.zeros_like(mixed.mT @ mixed)], 1),
+            ]
+        )
         assert_close(hessian.score_functional_spectrum(), torch.linalg.eigvalsh(whole))
 
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize(("L", "d", "dk"), [(4, 3, 2), (12, 3, 2), (3, 4, 2), (2, 4, 3), (9, 3, 4), (5, 2, 2)])
+    @pytest.mark.parametrize(
+        ("L", "d", "dk"), [(4, 3, 2), (12, 3, 2), (3, 4, 2), (2, 4, 3), (9, 3, 4), (5, 2, 2)]
+    )
     def test_rank_bound_holds_and_is_attained(self, L, d, dk, causal):
         X, weights, target = draw(L=L, d=d, dk=dk)
         mask = torch.ones(L, L, dtype=torch.bool).tril() if causal else None
         hessian, _ = make(X, weights, target, False, mask=mask)
         part = torch.cat(
-            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+            [
+                torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1)
+                for r in ("query", "key")
+            ]
         )
-        assert int(torch.linalg.matrix_rank(part, hermitian=True)) == hessian.score_outer_rank_bound()
+        assert (
+            int(torch.linalg.matrix_rank(part, hermitian=True)) == hessian.score_outer_rank_bound()
+        )
 
     @pytest.mark.parametrize("t", [0.4, 2.5])
     def test_temperature(self, t):
@@ -230,7 +287,9 @@ class TestScores:
         hot = SelfAttentionHessian(X, q, k, v, target, scale=scale / t, mask=(1 - 1 / t) * scores)
         assert_close(hot.attention.heads[0].weights, cold.attention.heads[0].weights)
         for row, column in (("query", "query"), ("query", "key"), ("key", "key")):
-            assert_close(hot.block(row, column, "score_outer") * t**2, cold.block(row, column, "score_outer"))
+            assert_close(
+                hot.block(row, column, "score_outer") * t**2, cold.block(row, column, "score_outer")
+            )
         mixed = hot.block("query", "key", "score_functional")
         assert float(mixed.abs().max()) > 0
         assert_close(mixed * t, cold.block("query", "key", "score_functional"))
@@ -240,10 +299,16 @@ class TestScores:
         """Queries and keys with biases are not linear in the tokens: Lemma D.2 fails, the corrected bound holds."""
         X, weights, target = draw(L=30)
         generator = torch.Generator().manual_seed(3)
-        biases = {role: torch.randn(1, 2, generator=generator, dtype=torch.float64) for role in ("query", "key")}
+        biases = {
+            role: torch.randn(1, 2, generator=generator, dtype=torch.float64)
+            for role in ("query", "key")
+        }
         hessian, _ = make(X, weights, target, False, biases=biases, activation=activation)
         part = torch.cat(
-            [torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1) for r in ("query", "key")]
+            [
+                torch.cat([hessian.block(r, c, "score_outer") for c in ("query", "key")], 1)
+                for r in ("query", "key")
+            ]
         )
         rank = int(torch.linalg.matrix_rank(part, hermitian=True))
         assert 2 * 2 * 3 - 2**2 < rank <= hessian.score_outer_rank_bound() == 12
@@ -281,7 +346,11 @@ class TestErrors:
             ((X, q, k, v, target), {"activation": "relu"}, "Invalid activation"),
             ((X, q, k, v, target), {"mask": CAUSAL[:2, :2]}, "Invalid mask of shape"),
             ((X, q, k, v, target), {"mask": torch.zeros(4, 4, dtype=torch.bool)}, "sees no other"),
-            ((X, q, k, v, target), {"mask": torch.zeros(4, 4), "activation": "linear"}, "Must be of bool"),
+            (
+                (X, q, k, v, target),
+                {"mask": torch.zeros(4, 4), "activation": "linear"},
+                "Must be of bool",
+            ),
             ((X, q, k, v, target[:, :2]), {}, "Invalid target of shape"),
             (
                 (X, q, k, v),
@@ -307,7 +376,9 @@ class TestErrors:
         with pytest.raises(ValueError, match="A factored block has"):
             hessian.factored("query", part="score_outer")
         for head in (-1, 1, True, 0.0):
-            with pytest.raises(ValueError, match=f"Invalid head={head!r}. Must be an integer from 0 to 0"):
+            with pytest.raises(
+                ValueError, match=f"Invalid head={head!r}. Must be an integer from 0 to 0"
+            ):
                 hessian.factored("query", head)
             with pytest.raises(ValueError, match="Invalid head="):
                 hessian.block("query", "query", heads=(0, head))
@@ -336,7 +407,10 @@ def test_weights_that_require_gradients():
     X, weights, target = draw()
     head = torch.nn.Linear(3, 5, bias=False).double()
     trained = {role: w.clone().requires_grad_() for role, w in weights.items()}
-    for loss in (CrossEntropy(head.weight.T, torch.zeros(1, 4, dtype=torch.long)), SquaredError(target.requires_grad_())):
+    for loss in (
+        CrossEntropy(head.weight.T, torch.zeros(1, 4, dtype=torch.long)),
+        SquaredError(target.requires_grad_()),
+    ):
         hessian = SelfAttentionHessian(X.requires_grad_(), *trained.values(), loss=loss)
         plain = SelfAttentionHessian(X, *weights.values(), loss=loss)
         assert not hessian.dense().requires_grad

@@ -16,7 +16,10 @@ from tests.helpers.transformer_block import D, L, M, close, draw, forward, make_
 def make_loss(kind, batch):
     if kind == "mse":
         return SquaredError(draw(*batch, L, D, seed=90))
-    return CrossEntropy(draw(D, 6, seed=91), torch.randint(6, (*batch, L), generator=torch.Generator().manual_seed(0)))
+    return CrossEntropy(
+        draw(D, 6, seed=91),
+        torch.randint(6, (*batch, L), generator=torch.Generator().manual_seed(0)),
+    )
 
 
 CAUSAL = torch.ones(L, L).tril().bool()
@@ -26,29 +29,54 @@ FIRST = ("first_gain", "first_bias")
 GAINS = ("middle_gain", "middle_bias", "final_gain", "final_bias")
 CASES = {
     "paper": ({}, {"arrangement": "post", "activation": "relu", "epsilon": 0.0}, "mse", ()),
-    "paper, ce": ({}, {"arrangement": "post", "activation": "relu", "epsilon": 0.0, "mask": CAUSAL}, "ce", ()),
+    "paper, ce": (
+        {},
+        {"arrangement": "post", "activation": "relu", "epsilon": 0.0, "mask": CAUSAL},
+        "ce",
+        (),
+    ),
     "gpt2": (
         {"heads": 2, "extras": (*PROJECTION_BIASES, *BIASES, *FIRST, *GAINS)},
         {"arrangement": "pre", "activation": "gelu_tanh", "mask": CAUSAL},
         "ce",
         (2,),
     ),
-    "gpt2, not last": ({"heads": 2}, {"arrangement": "pre", "final_norm": False, "mask": CAUSAL}, "mse", (2,)),
+    "gpt2, not last": (
+        {"heads": 2},
+        {"arrangement": "pre", "final_norm": False, "mask": CAUSAL},
+        "mse",
+        (2,),
+    ),
     "llama": (
         {"heads": 2, "gated": True, "extras": ("first_gain", "middle_gain", "final_gain")},
         {"arrangement": "pre", "norm": "rms", "activation": "silu", "mask": CAUSAL},
         "ce",
         (),
     ),
-    "post, two heads": ({"heads": 2, "extras": (*BIASES, *GAINS)}, {"arrangement": "post", "norm": "layer"}, "ce", ()),
+    "post, two heads": (
+        {"heads": 2, "extras": (*BIASES, *GAINS)},
+        {"arrangement": "post", "norm": "layer"},
+        "ce",
+        (),
+    ),
     "post, rms, gate": (
         {"gated": True, "extras": GAINS},
         {"arrangement": "post", "norm": "rms", "activation": "silu"},
         "mse",
         (),
     ),
-    "pre, one head": ({"extras": (*PROJECTION_BIASES, *FIRST)}, {"arrangement": "pre", "mask": CAUSAL}, "mse", ()),
-    "bert": ({"heads": 2, "extras": (*PROJECTION_BIASES, *BIASES, *GAINS)}, {"arrangement": "post"}, "ce", (2,)),
+    "pre, one head": (
+        {"extras": (*PROJECTION_BIASES, *FIRST)},
+        {"arrangement": "pre", "mask": CAUSAL},
+        "mse",
+        (),
+    ),
+    "bert": (
+        {"heads": 2, "extras": (*PROJECTION_BIASES, *BIASES, *GAINS)},
+        {"arrangement": "post"},
+        "ce",
+        (2,),
+    ),
     "pre, relu": ({}, {"arrangement": "pre", "activation": "relu", "epsilon": 0.1}, "mse", ()),
     "no norm": ({"extras": BIASES}, {"arrangement": "pre", "norm": None}, "mse", ()),
     "no norm, post": ({"gated": True}, {"arrangement": "post", "norm": None}, "ce", ()),
@@ -77,7 +105,9 @@ def test_all_pairs_equal_autograd(case):
     close(torch.cat([ours.jacobian(role) for role in params], 1), J)
     curvature = jacrev(jacrev(loss.value))(run(params)).reshape(X.numel(), X.numel())
     close(ours.dense("outer"), J.T @ curvature @ J)
-    whole = torch.cat([torch.cat([second[a][b].reshape(sizes[a], -1) for b in params], 1) for a in params])
+    whole = torch.cat(
+        [torch.cat([second[a][b].reshape(sizes[a], -1) for b in params], 1) for a in params]
+    )
     close(ours.dense(), whole)
     close(ours.dense("functional"), whole - J.T @ curvature @ J)
 
@@ -89,14 +119,20 @@ def test_factored_blocks(case):
     w = make_weights(**shape)
     hessian = TransformerBlockHessian(draw(*batch, L, D), w, make_loss(kind, batch), **options)
     for role in hessian.roles:
-        if "gain" in role or role.startswith(("middle", "final", "first")) or role in PROJECTION_BIASES:
+        if (
+            "gain" in role
+            or role.startswith(("middle", "final", "first"))
+            or role in PROJECTION_BIASES
+        ):
             with pytest.raises(ValueError, match="use `block`"):
                 hessian.factored(role)
             continue
         heads = shape.get("heads", 1) if not role.startswith("mlp") else 1
         for part, head in itertools.product(("outer", "functional", "full"), range(heads)):
             size = hessian.sizes[role] // heads
-            block = hessian.block(role, role, part)[head * size : (head + 1) * size, head * size : (head + 1) * size]
+            block = hessian.block(role, role, part)[
+                head * size : (head + 1) * size, head * size : (head + 1) * size
+            ]
             factored = hessian.factored(role, head, part)
             close(factored.trace(), block.trace())
             close(factored.diagonal(), block.diagonal())
@@ -115,7 +151,9 @@ def test_outer_part_equals_curvlinops():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.weights = torch.nn.ParameterDict({role: torch.nn.Parameter(p) for role, p in w.items()})
+            self.weights = torch.nn.ParameterDict(
+                {role: torch.nn.Parameter(p) for role, p in w.items()}
+            )
 
         def forward(self, x):
             return forward(x, dict(self.weights.items()), "pre", "layer", mask=CAUSAL)
@@ -137,7 +175,9 @@ def test_whole_hessian_of_a_gpt2_block():
     import transformers
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-    config = transformers.GPT2Config(n_embd=D, n_head=2, n_inner=M, attn_implementation="eager", resid_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(
+        n_embd=D, n_head=2, n_inner=M, attn_implementation="eager", resid_pdrop=0, attn_pdrop=0
+    )
     block = GPT2Block(config, layer_idx=0).double()
     with torch.no_grad():
         for number, p in enumerate(block.parameters()):
@@ -151,28 +191,47 @@ def test_whole_hessian_of_a_gpt2_block():
         return [part.unflatten(-1, (2, 2)).movedim(-2, 0) for part in packed.split(D, -1)]
 
     weights = dict(zip(("query", "key", "value"), heads(params["attn.c_attn.weight"])))
-    weights |= dict(zip(("query_bias", "key_bias", "value_bias"), heads(params["attn.c_attn.bias"])))
-    names = {"attn.c_proj.bias": "output_bias", "mlp.c_fc.weight": "mlp_in", "mlp.c_fc.bias": "mlp_in_bias"}
-    names |= {"mlp.c_proj.weight": "mlp_out", "mlp.c_proj.bias": "mlp_out_bias", "ln_1.weight": "first_gain"}
+    weights |= dict(
+        zip(("query_bias", "key_bias", "value_bias"), heads(params["attn.c_attn.bias"]))
+    )
+    names = {
+        "attn.c_proj.bias": "output_bias",
+        "mlp.c_fc.weight": "mlp_in",
+        "mlp.c_fc.bias": "mlp_in_bias",
+    }
+    names |= {
+        "mlp.c_proj.weight": "mlp_out",
+        "mlp.c_proj.bias": "mlp_out_bias",
+        "ln_1.weight": "first_gain",
+    }
     names |= {"ln_1.bias": "first_bias", "ln_2.weight": "middle_gain", "ln_2.bias": "middle_bias"}
     weights |= {"output": params["attn.c_proj.weight"].reshape(2, 2, D)}
     weights |= {role: params[name] for name, role in names.items()}
-    ours = TransformerBlockHessian(X, weights, SquaredError(target), activation="gelu_tanh", final_norm=False, mask=CAUSAL)
+    ours = TransformerBlockHessian(
+        X, weights, SquaredError(target), activation="gelu_tanh", final_norm=False, mask=CAUSAL
+    )
     assert sum(ours.sizes.values()) == sum(p.numel() for p in params.values())
 
     def by_role(gradients):
         """Gradients of the packed parameters as one vector in the order of our roles."""
         given = dict(zip(params, gradients))
         found = dict(zip(("query", "key", "value"), heads(given["attn.c_attn.weight"])))
-        found |= dict(zip(("query_bias", "key_bias", "value_bias"), heads(given["attn.c_attn.bias"])))
-        found |= {role: given[name] for name, role in names.items()} | {"output": given["attn.c_proj.weight"]}
+        found |= dict(
+            zip(("query_bias", "key_bias", "value_bias"), heads(given["attn.c_attn.bias"]))
+        )
+        found |= {role: given[name] for name, role in names.items()} | {
+            "output": given["attn.c_proj.weight"]
+        }
         return torch.cat([found[role].flatten() for role in ours.roles])
 
     result = block(X, attention_mask=mask)
     loss = F.mse_loss(result if isinstance(result, Tensor) else result[0], target)
     close(ours.value(), loss.detach())
     gradient = by_role(torch.autograd.grad(loss, params.values(), create_graph=True))
-    rows = [by_role(torch.autograd.grad(entry, params.values(), retain_graph=True)) for entry in gradient]
+    rows = [
+        by_role(torch.autograd.grad(entry, params.values(), retain_graph=True))
+        for entry in gradient
+    ]
     close(ours.dense(), torch.stack(rows))
 
 
@@ -193,7 +252,9 @@ def test_whole_hessian_of_a_gpt2_block():
 )
 def test_errors(weights, options, message):
     with pytest.raises(ValueError, match=message):
-        TransformerBlockHessian(draw(L, D), make_weights() | weights, make_loss("mse", ()), **options)
+        TransformerBlockHessian(
+            draw(L, D), make_weights() | weights, make_loss("mse", ()), **options
+        )
 
 
 def test_errors_of_names():

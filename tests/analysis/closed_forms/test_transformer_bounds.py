@@ -35,7 +35,13 @@ def draw(seed, peaked=1.0):
     def normal(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    shapes = {"query": (D, DK), "key": (D, DK), "value": (D, D), "mlp_in": (D, M), "mlp_out": (M, D)}
+    shapes = {
+        "query": (D, DK),
+        "key": (D, DK),
+        "value": (D, D),
+        "mlp_in": (D, M),
+        "mlp_out": (M, D),
+    }
     weights = {role: normal(*shape) for role, shape in shapes.items()}
     weights["query"] *= peaked
     return normal(L, D), weights, normal(L, D)
@@ -73,7 +79,9 @@ def test_true_norms_and_the_whole():
     options = {"arrangement": "post", "activation": "relu", "epsilon": 0.0}
     hessian = TransformerBlockHessian(X, weights, SquaredError(target), **options)
     bounds = transformer_bounds(X, weights, target)
-    assert [(entry.row, entry.column) for entry in bounds] == list(itertools.combinations_with_replacement(BLOCK, 2))
+    assert [(entry.row, entry.column) for entry in bounds] == list(
+        itertools.combinations_with_replacement(BLOCK, 2)
+    )
     for entry in bounds:
         assert entry.true == pytest.approx(size(hessian.block(entry.row, entry.column)))
     assert size(hessian.dense()) <= whole_bound(bounds) <= 5 * max(entry.bound for entry in bounds)
@@ -84,7 +92,11 @@ def test_printed_bound_fails_for_peaked_attention_and_ours_is_attained():
     length = 100
     X = torch.zeros(length, 2).double()
     X[:2] = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    weights = {"query": torch.diag(torch.tensor([60.0, 0.0])), "key": torch.eye(2), "value": torch.eye(2)}
+    weights = {
+        "query": torch.diag(torch.tensor([60.0, 0.0])),
+        "key": torch.eye(2),
+        "value": torch.eye(2),
+    }
     weights = {role: W.double() for role, W in weights.items()}
     entry = attention_bounds(X, weights, torch.zeros(length, 2).double(), part="outer")[0]
     assert (entry.row, entry.column) == ("query", "query")
@@ -102,7 +114,10 @@ def test_printed_bound_holds_for_uniform_attention():
     weights["query"] = torch.zeros_like(weights["query"])
     hessian = SelfAttentionHessian(X, weights["query"], weights["key"], weights["value"], Y=target)
     w_k, w_v, x = (size(matrix) for matrix in (weights["key"], weights["value"], X))
-    assert size(hessian.block("query", "query", "outer")) <= 2 / (L**3 * D * DK) * w_k**2 * w_v**2 * x**6
+    assert (
+        size(hessian.block("query", "query", "outer"))
+        <= 2 / (L**3 * D * DK) * w_k**2 * w_v**2 * x**6
+    )
 
 
 def cumulant(a):
@@ -115,7 +130,10 @@ def test_constants_of_the_softmax():
     even = torch.tensor([0.5, 0.5, 0.0]).double()
     assert size(even.diag() - even.outer(even)) == pytest.approx(0.5)
     p = (1 - 1 / math.sqrt(3)) / 2
-    extreme, w = torch.tensor([p, 1 - p, 0.0]).double(), torch.tensor([1.0, -1.0, 0.0]).double() / math.sqrt(2)
+    extreme, w = (
+        torch.tensor([p, 1 - p, 0.0]).double(),
+        torch.tensor([1.0, -1.0, 0.0]).double() / math.sqrt(2),
+    )
     value = torch.einsum("abc,a,b,c->", cumulant(extreme), w, w, w)
     assert float(value.abs()) == pytest.approx(math.sqrt(6) / 9)
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +162,9 @@ def summed(X, w):
 
 def unfolded(function, w, row, column):
     """∂²function/∂row∂column as a matrix of (outputs · n_row) × n_column, and its largest slice for random gradients."""
-    second = jacrev(jacrev(lambda p: function(w | p)))({role: w[role] for role in (row, column)})[row][column]
+    second = jacrev(jacrev(lambda p: function(w | p)))({role: w[role] for role in (row, column)})[
+        row
+    ][column]
     return second.reshape(-1, w[row].numel(), w[column].numel())
 
 
@@ -166,7 +186,8 @@ def test_bounds_of_the_pieces_hold(peaked):
         for row, column in itertools.combinations_with_replacement(roles, 2):
             tensor = unfolded(lambda p: function(X, p), w, row, column)  # noqa: B023
             orders = size(tensor.flatten(0, 1)), size(tensor.mT.flatten(0, 1))
-            # The loss needs the smaller of the two orders alone; between the two MLP weights it is rows of W_1.
+            # The loss needs the smaller of the two orders alone; between the two MLP weights it is
+            # rows of W_1.
             order = orders[0] if (row, column) == ("mlp_in", "mlp_out") else min(orders)
             assert order <= loose.second(row, column) * (1 + 1e-12) + 1e-12
             slices = torch.einsum("go,oab->gab", F.normalize(gradients, dim=-1), tensor)
@@ -185,7 +206,9 @@ def test_first_derivatives_are_attained():
     X = torch.tensor([[1.0], [0.0]]).double()
     mask = torch.tensor([[True, False], [True, False]])
     hessian = SelfAttentionHessian(X, zero, one, one, Y=torch.zeros(2, 1).double(), mask=mask)
-    assert size(hessian.attention.jacobian("value")) == pytest.approx(_Attention(X, weights, "trilinear").first["value"])
+    assert size(hessian.attention.jacobian("value")) == pytest.approx(
+        _Attention(X, weights, "trilinear").first["value"]
+    )
 
 
 def test_second_derivative_is_nearly_attained():
@@ -196,7 +219,9 @@ def test_second_derivative_is_nearly_attained():
     hessian = SelfAttentionHessian(X, query, one, one, Y=torch.zeros(2, 1).double())
     signs = torch.tensor([[1.0], [-1.0]]).double() / math.sqrt(2)  # of the two rows' third moments
     value = float(hessian.attention.functional("query", "query", signs[None]).abs())
-    bound = _Attention(X, {"query": query, "key": one, "value": one}, "trilinear").second("query", "query")
+    bound = _Attention(X, {"query": query, "key": one, "value": one}, "trilinear").second(
+        "query", "query"
+    )
     assert value == pytest.approx(bound / math.sqrt(2))
 
 
@@ -209,9 +234,17 @@ def test_formulas_of_the_table():
         return matrix
 
     X = diagonal(2.0, 1.0, rows=3)  # L = 3, d = 2, |X| = 2, |X|_F = √5
-    w = {"query": diagonal(3.0, 1.0, rows=2), "key": diagonal(5.0, 1.0, rows=2), "value": diagonal(7.0, 1.0, rows=2)}
+    w = {
+        "query": diagonal(3.0, 1.0, rows=2),
+        "key": diagonal(5.0, 1.0, rows=2),
+        "value": diagonal(7.0, 1.0, rows=2),
+    }
     w |= {"mlp_in": diagonal(11.0, 1.0, rows=2), "mlp_out": diagonal(13.0, 1.0, rows=2)}
-    G = {"query": 0.5 * 8 * 5 * 7 / math.sqrt(2), "key": 0.5 * 8 * 3 * 7 / math.sqrt(2), "value": math.sqrt(3) * 2}
+    G = {
+        "query": 0.5 * 8 * 5 * 7 / math.sqrt(2),
+        "key": 0.5 * 8 * 3 * 7 / math.sqrt(2),
+        "value": math.sqrt(3) * 2,
+    }
     J_Y, h_Y, J_SY, y = 0.3, 0.7, 1 + 11 * 13, math.sqrt(6)
     constants = {
         "trilinear": (math.sqrt(6) / 9, 8.0, 1.0, 13.0),
@@ -252,14 +285,20 @@ def test_assembly_of_the_bounds():
     for second in NORMS:
         J_Y, J_Z = (float(1 / one.sigma.min()) for one in (norm, final))
         factor = 2 / math.sqrt(3 * D) if second == "trilinear" else math.sqrt(2 / D)  # D = 3
-        block = _Sum(_Attention(X, w, second), w["mlp_in"], w["mlp_out"], J_Y, factor * J_Y**2, second)
+        block = _Sum(
+            _Attention(X, w, second), w["mlp_in"], w["mlp_out"], J_Y, factor * J_Y**2, second
+        )
         gradient = float((2 / (L * D) * (final.output - target)).norm())
         for part in ("outer", "functional", "full"):
             for entry in transformer_bounds(X, w, target, part=part, second=second):
                 product = block.first[entry.row] * block.first[entry.column]
                 outer = 2 / (L * D) * J_Z**2 * product
-                functional = gradient * (J_Z * block.second(entry.row, entry.column) + factor * J_Z**2 * product)
-                expected = {"outer": outer, "functional": functional, "full": outer + functional}[part]
+                functional = gradient * (
+                    J_Z * block.second(entry.row, entry.column) + factor * J_Z**2 * product
+                )
+                expected = {"outer": outer, "functional": functional, "full": outer + functional}[
+                    part
+                ]
                 assert entry.bound == pytest.approx(expected)
 
 

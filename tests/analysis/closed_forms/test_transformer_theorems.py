@@ -35,7 +35,9 @@ class Paper:
         self.X, self.w = draw(L, D), make_weights()
         self.Y = self.middle(self.w)
         self.mask = (self.Y @ self.w["mlp_in"] > 0).double().flatten().diag()
-        self.J_Y = jacrev(lambda r: normalize(r, "layer", None, None, 0.0))(self.X + attend(self.X, self.w, None))
+        self.J_Y = jacrev(lambda r: normalize(r, "layer", None, None, 0.0))(
+            self.X + attend(self.X, self.w, None)
+        )
         self.J_Y = self.J_Y.reshape(L * D, L * D)
         W_1, W_2 = self.w["mlp_in"], self.w["mlp_out"]
         self.J_SY = kron(eye(L), W_2.T) @ self.mask @ kron(eye(L), W_1.T) + eye(L * D)
@@ -52,7 +54,9 @@ class Paper:
 
     def G(self, role):
         """∂F/∂W."""
-        return jacrev(lambda p: attend(self.X, self.w | {role: p}, None))(self.w[role]).reshape(L * D, -1)
+        return jacrev(lambda p: attend(self.X, self.w | {role: p}, None))(self.w[role]).reshape(
+            L * D, -1
+        )
 
     def B(self, role, w=None):
         """∂S/∂W by autograd."""
@@ -61,7 +65,9 @@ class Paper:
 
     def xi(self, row, column):
         """∂B_row/∂W_column by autograd, (L·d·n_row, n_column)."""
-        return jacrev(lambda p: self.B(row, self.w | {column: p}))(self.w[column]).reshape(-1, self.w[column].numel())
+        return jacrev(lambda p: self.B(row, self.w | {column: p}))(self.w[column]).reshape(
+            -1, self.w[column].numel()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +88,12 @@ def test_theorem_4(paper):
 
 def xi_12(paper):
     first = kron(eye(L * D), kron(paper.Y, eye(M)).T @ paper.mask)
-    return first @ kron(eye(L), commutation(D, L), eye(M)) @ kron(eye(L).reshape(-1, 1), eye(D * M)) @ commutation(D, M)
+    return (
+        first
+        @ kron(eye(L), commutation(D, L), eye(M))
+        @ kron(eye(L).reshape(-1, 1), eye(D * M))
+        @ commutation(D, M)
+    )
 
 
 def xi_21(paper):
@@ -104,9 +115,13 @@ def test_xi_between_the_weights_of_the_mlp(paper):
 def test_xi_of_the_mlp_and_attention(paper, role):
     W_1, W_2 = paper.w["mlp_in"], paper.w["mlp_out"]
     into = paper.J_Y @ paper.G(role)
-    spread = kron(eye(L), commutation(M, D), eye(M)) @ kron(eye(L * D), eye(M).reshape(-1, 1))  # ∂(Y ⊗ I_m)/∂Y
+    spread = kron(eye(L), commutation(M, D), eye(M)) @ kron(
+        eye(L * D), eye(M).reshape(-1, 1)
+    )  # ∂(Y ⊗ I_m)/∂Y
     n_1 = W_1.numel()  # ⊗ I_{n_1} where ⊗ I_{n_k} is printed
-    close(kron(kron(eye(L), W_2.T) @ paper.mask, eye(n_1)) @ spread @ into, paper.xi("mlp_in", role))
+    close(
+        kron(kron(eye(L), W_2.T) @ paper.mask, eye(n_1)) @ spread @ into, paper.xi("mlp_in", role)
+    )
     shuffle = kron(eye(L), commutation(D, M), eye(D)) @ kron(eye(L * M), eye(D).reshape(-1, 1))
     close(shuffle @ paper.mask @ kron(eye(L), W_1.T) @ into, paper.xi("mlp_out", role))
 
@@ -114,18 +129,25 @@ def test_xi_of_the_mlp_and_attention(paper, role):
 @pytest.mark.parametrize(("row", "column"), list(itertools.product(ATTENTION, ATTENTION)))
 def test_xi_between_weights_of_attention(paper, row, column):
     residual = paper.X + attend(paper.X, paper.w, None)
-    H_Y = jacrev(jacrev(lambda r: normalize(r, "layer", None, None, 0.0)))(residual).reshape(-1, L * D)
+    H_Y = jacrev(jacrev(lambda r: normalize(r, "layer", None, None, 0.0)))(residual).reshape(
+        -1, L * D
+    )
 
     def jacobian(w):
         return jacrev(lambda p: attend(paper.X, w | {row: p}, None))(w[row])
 
-    Phi = jacrev(lambda p: jacobian(paper.w | {column: p}))(paper.w[column]).reshape(-1, paper.w[column].numel())
+    Phi = jacrev(lambda p: jacobian(paper.w | {column: p}))(paper.w[column]).reshape(
+        -1, paper.w[column].numel()
+    )
     n = paper.w[row].numel()
     inner = kron(eye(L * D), paper.G(row).T) @ H_Y @ paper.G(column) + kron(paper.J_Y, eye(n)) @ Phi
     close(kron(paper.J_SY, eye(n)) @ inner, paper.xi(row, column))
 
 
-@pytest.mark.parametrize(("row", "column"), [("mlp_in", "mlp_out"), ("mlp_in", "query"), ("value", "key"), ("query", "query")])
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [("mlp_in", "mlp_out"), ("mlp_in", "query"), ("value", "key"), ("query", "query")],
+)
 def test_theorem_5(paper, row, column):
     """H_tr(i,j) of Z, and the loss Hessian from it, are what `TransformerBlockHessian` gives."""
     S = paper.summed(paper.w)

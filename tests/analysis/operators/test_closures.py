@@ -32,7 +32,10 @@ def test_leaves_no_trace():
             product = A @ v
         A @ normal(A.shape[0], 3)
         assert not product.requires_grad
-    assert all(p.grad is g and torch.equal(g, value) for p, g, value in zip(model.parameters(), gradients, values))
+    assert all(
+        p.grad is g and torch.equal(g, value)
+        for p, g, value in zip(model.parameters(), gradients, values)
+    )
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(state, torch.random.get_rng_state())
@@ -58,7 +61,9 @@ def test_compiled_models_run_eagerly():
     model = build()
     compiled = torch.compile(model, backend="eager")
     tokens, targets = tokens_of(2, 4)
-    H = HessianOperator(compiled, lambda: F.cross_entropy(compiled(tokens).flatten(0, 1), targets.flatten()))
+    H = HessianOperator(
+        compiled, lambda: F.cross_entropy(compiled(tokens).flatten(0, 1), targets.flatten())
+    )
     assert H.names[0] == "_orig_mod.embedding.weight"
     v = normal(H.shape[0])
     assert torch.equal(H @ v, HessianOperator(model, language_loss(model)) @ v)
@@ -82,7 +87,10 @@ def test_kept_graphs_save_passes_and_are_never_stale():
             assert torch.equal(A @ v, expected)
             assert torch.equal(A @ v, expected)
             name = "layers.0.q_proj.weight"
-            part, fresh = A.block(name), cls(model, A._closures, names=[name])  # graphs of another vector are not taken
+            part, fresh = (
+                A.block(name),
+                cls(model, A._closures, names=[name]),
+            )  # graphs of another vector are not taken
             assert_near(part @ v[A.entries(name)], fresh @ v[A.entries(name)])
             assert calls[:2] == [1, 3]
             calls.clear()
@@ -146,21 +154,29 @@ def test_random_closures_are_refused():
     model = build(spread=0.5)
 
     def fresh():
-        return F.cross_entropy(model(torch.randint(5, (2, 4))).flatten(0, 1), torch.zeros(8, dtype=torch.long))
+        return F.cross_entropy(
+            model(torch.randint(5, (2, 4))).flatten(0, 1), torch.zeros(8, dtype=torch.long)
+        )
 
     def dropout():
         return F.dropout(model(tokens_of(2, 4)[0])).square().mean()
 
     batches = iter([language_loss(model, seed=seed) for seed in range(9)])
     for closure in (fresh, dropout, lambda: next(batches)()):
-        with pytest.raises(RuntimeError, match=r"not deterministic: the loss of two evaluations differs by.*draw them once"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"not deterministic: the loss of two evaluations differs by.*draw them once",
+        ):
             HessianOperator(model, closure)
     assert HessianOperator(model, fresh, check_deterministic=False).shape[0] > 0
     signs = iter([1.0, -1.0])
     with pytest.raises(RuntimeError, match="the gradient of two evaluations"):
         HessianOperator(
             model,
-            lambda: language_loss(model)().detach() + next(signs) * (model.head.bias.sum() - model.head.bias.sum().detach()),
+            lambda: (
+                language_loss(model)().detach()
+                + next(signs) * (model.head.bias.sum() - model.head.bias.sum().detach())
+            ),
         )
 
 
@@ -175,7 +191,9 @@ def test_modules_with_dropout_are_evaluated_without():
 def test_progress(capsys):
     model = nn.Linear(2, 1)
     closures = [lambda: model(torch.ones(1, 2)).square().sum()] * 3
-    quiet, loud = (HessianOperator(model, closures, progress=progress) for progress in (False, True))
+    quiet, loud = (
+        HessianOperator(model, closures, progress=progress) for progress in (False, True)
+    )
     assert torch.equal(quiet @ torch.ones(3), loud @ torch.ones(3))
     out, _ = capsys.readouterr()
     assert not out
@@ -197,7 +215,9 @@ def test_errors():
     with pytest.raises(TypeError, match="Invalid v of type ndarray"):
         H @ torch.ones(n).numpy()
     for v in (torch.ones(n + 1), torch.ones(()), torch.ones(1, n, 1), torch.ones(2, n)):
-        with pytest.raises(ValueError, match=rf"Invalid v of shape .* Must be \({n},\) or \({n}, k\)"):
+        with pytest.raises(
+            ValueError, match=rf"Invalid v of shape .* Must be \({n},\) or \({n}, k\)"
+        ):
             H @ v.double()
     with pytest.raises(TypeError, match=r"Invalid v of torch.float32. Must be torch.float64"):
         H @ torch.ones(n)
@@ -209,7 +229,9 @@ def test_errors():
         H.to_dict(torch.ones(n, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"'embedding.weight' is missing"):
         H.to_vector({})
-    with pytest.raises(ValueError, match=r"'embedding.weight' has shape \(3,\). Must be a tensor of shape \(5, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"'embedding.weight' has shape \(3,\). Must be a tensor of shape \(5, 6\)"
+    ):
         H.to_vector({"embedding.weight": torch.ones(3)})
     with pytest.raises(ValueError, match="no closure"):
         HessianOperator(model, [])
@@ -224,9 +246,13 @@ def test_errors():
         HessianOperator(nn.ReLU(), closure)
     with pytest.raises(ValueError, match="Invalid blocks"):
         HessianOperator(model, closure, blocks={})
-    with pytest.raises(ValueError, match=r"Invalid name='head'. Must be one of the operator's parameters"):
+    with pytest.raises(
+        ValueError, match=r"Invalid name='head'. Must be one of the operator's parameters"
+    ):
         H.block("head")
-    with pytest.raises(ValueError, match=r"Invalid index=5. Must be in 0\.\.4, the blocks of 'head.weight'"):
+    with pytest.raises(
+        ValueError, match=r"Invalid index=5. Must be in 0\.\.4, the blocks of 'head.weight'"
+    ):
         H.block("head.weight", 5)
     part = H.block("head.weight", 2)
     assert part.block("head.weight").shape == part.block("head.weight", 2).shape == (6, 6)
@@ -235,7 +261,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"is block 2 of 'head.weight' already"):
         part.block("head.weight", 1)
     with pytest.raises(ValueError, match=r"Saw no call of F.cross_entropy"):
-        GaussNewtonOperator(model, lambda: closure().detach() + model.head.bias.square().sum()) @ normal(n)
+        GaussNewtonOperator(
+            model, lambda: closure().detach() + model.head.bias.square().sum()
+        ) @ normal(n)
     zero = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(zero.weight)
     with pytest.raises(FloatingPointError, match="no second derivatives at these weights"):
@@ -248,7 +276,8 @@ def test_loss_of_another_model_is_refused():
     copied = copy.deepcopy(model)
     x = torch.ones(4, 3)
     with pytest.raises(
-        ValueError, match=r"depends on none of the 2 parameters, 'weight' first\. Is it the loss of another model"
+        ValueError,
+        match=r"depends on none of the 2 parameters, 'weight' first\. Is it the loss of another model",
     ):
         HessianOperator(model, lambda: copied(x).square().sum())
 
@@ -256,7 +285,9 @@ def test_loss_of_another_model_is_refused():
 def test_loss_narrower_than_the_model_warns():
     model = nn.Linear(3, 2).double()
     x = torch.ones(4, 3).double()
-    with pytest.warns(UserWarning, match=r"The loss is of torch\.float32, the parameters of torch\.float64"):
+    with pytest.warns(
+        UserWarning, match=r"The loss is of torch\.float32, the parameters of torch\.float64"
+    ):
         HessianOperator(model, lambda: model(x).float().square().sum())
 
 
@@ -270,7 +301,8 @@ def test_a_tensor_for_a_closure():
 def test_layer_norm_of_torch_func():
     """Why `torch.func.hessian` is no judge here: by the weight of a LayerNorm and its input it is wrong.
 
-    If this fails, torch has mended it: take the warning out of README.md and the docstring of HessianOperator.
+    If this fails, torch has mended it: take the warning out of README.md and the docstring of
+    HessianOperator.
     """
     x, t = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
@@ -279,7 +311,12 @@ def test_layer_norm_of_torch_func():
         return (nn.functional.layer_norm(x * w, (5,), w, w) * t).pow(3).sum()
 
     gradient, step = torch.func.grad(loss), 1e-5
-    exact = torch.stack([(gradient(w + step * e) - gradient(w - step * e)) / (2 * step) for e in torch.eye(5).double()])
+    exact = torch.stack(
+        [
+            (gradient(w + step * e) - gradient(w - step * e)) / (2 * step)
+            for e in torch.eye(5).double()
+        ]
+    )
     model = nn.ParameterList([nn.Parameter(w)])
     ours = dense(HessianOperator(model, lambda: loss(model[0])))
     assert float((ours - exact).norm() / exact.norm()) < 1e-8

@@ -11,7 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
 from blockopt.analysis.operators.dense import dense, dense_block, memory_needed
-from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
+from blockopt.analysis.operators.model_operators import (
+    FunctionalOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+)
 from recipes.common.gpt2 import GPT2, GPT2Config
 from tests.helpers.dense_hessians import Net, build, hessian, language_loss
 
@@ -43,7 +47,9 @@ def test_gpt_equals_torch_func():
     with sdpa_kernel(SDPBackend.MATH):
         blocks = jacfwd(grad(lambda at: functional_call(model, at, batch)))(parameters)
     sizes = {name: p.numel() for name, p in parameters.items()}
-    expected = torch.cat([torch.cat([blocks[a][b].reshape(sizes[a], sizes[b]) for b in sizes], 1) for a in sizes])
+    expected = torch.cat(
+        [torch.cat([blocks[a][b].reshape(sizes[a], sizes[b]) for b in sizes], 1) for a in sizes]
+    )
     assert near(H, expected)
     assert torch.equal(H, H.T)
     assert near(G + R, expected)
@@ -65,7 +71,9 @@ def test_plain_matrices_and_heads():
     whole = dense(H)
     for label, part in H.blocks().items():
         where = H.entries(label)
-        torch.testing.assert_close(dense(part), whole[where][:, where], rtol=1e-9, atol=1e-13 * float(whole.abs().max()))
+        torch.testing.assert_close(
+            dense(part), whole[where][:, where], rtol=1e-9, atol=1e-13 * float(whole.abs().max())
+        )
 
 
 def test_cross_blocks():
@@ -84,12 +92,16 @@ def test_cross_blocks():
         for rows, columns in pairs:
             found = dense_block(A, rows, columns, chunk=5)
             expected = whole[A.entries(rows)][:, A.entries(columns)]
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13 * float(whole.abs().max()))
+            torch.testing.assert_close(
+                found, expected, rtol=1e-9, atol=1e-13 * float(whole.abs().max())
+            )
     head = A.block("h.0.attn.c_attn.weight query head 1")
     assert near(dense_block(head, head.names[0], head.names[0]), dense(head))
     with pytest.raises(ValueError, match="Invalid name='nobody'"):
         dense_block(A, "nobody", "wte.weight")
-    with pytest.raises(ValueError, match=r"28 x 4 in float64 needs 0.00 GiB, and 0.00 GiB are allowed"):
+    with pytest.raises(
+        ValueError, match=r"28 x 4 in float64 needs 0.00 GiB, and 0.00 GiB are allowed"
+    ):
         dense_block(A, "wte.weight", "h.0.ln_1.weight", max_bytes=10)
 
 
@@ -98,7 +110,11 @@ def test_cross_blocks_differentiate_two_parameters_only(monkeypatch):
     A = HessianOperator(model, lambda: model(*batch))
     asked = []
     gradient = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda o, i, *a, **k: asked.append(len(i)) or gradient(o, i, *a, **k))
+    monkeypatch.setattr(
+        torch.autograd,
+        "grad",
+        lambda o, i, *a, **k: asked.append(len(i)) or gradient(o, i, *a, **k),
+    )
     dense_block(A, "wte.weight", "h.0.ln_1.weight")
     assert set(asked) == {2}
 
@@ -107,10 +123,15 @@ def test_refuses_what_does_not_fit():
     model = nn.Linear(1200, 1200, bias=False)
     H = HessianOperator(model, lambda: model(torch.ones(1, 1200)).square().sum())
     with pytest.raises(
-        ValueError, match=r"1,440,000 x 1,440,000 in float32 needs 7,72\d\.\d\d GiB, and .* GiB are free"
+        ValueError,
+        match=r"1,440,000 x 1,440,000 in float32 needs 7,72\d\.\d\d GiB, and .* GiB are free",
     ) as error:
         dense(H)
-    for way in ("operator.block(name, index)", "blockopt.analysis.spectral.density", "SelfAttentionHessian(...).factored"):
+    for way in (
+        "operator.block(name, index)",
+        "blockopt.analysis.spectral.density",
+        "SelfAttentionHessian(...).factored",
+    ):
         assert way in str(error.value)
     with pytest.raises(ValueError, match=r"needs .* GiB, and 1\.00 GiB are allowed by max_bytes"):
         dense(H, max_bytes=2**30)
@@ -129,7 +150,9 @@ def testfree_memory_without_proc(monkeypatch):
     proc = module.free_memory(cpu)
     assert proc is None or proc > 2**20
     monkeypatch.setattr("builtins.open", partial(_raise, OSError))
-    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__, raising=False)
+    monkeypatch.setattr(
+        "os.sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__, raising=False
+    )
     assert module.free_memory(cpu) == 3 * 4096
     monkeypatch.delattr("os.sysconf")
     assert module.free_memory(cpu) is None
@@ -143,7 +166,9 @@ def _raise(error, *args, **kwargs):
 
 
 def test_tells_asymmetry():
-    with pytest.warns(UserWarning, match=r"not symmetric: entries differ .* by up to 0\.5, the largest is 3"):
+    with pytest.warns(
+        UserWarning, match=r"not symmetric: entries differ .* by up to 0\.5, the largest is 3"
+    ):
         found = dense(torch.tensor([[3.0, 1.0], [0.5, 3.0]]), chunk=1)
     torch.testing.assert_close(found, torch.tensor([[3.0, 0.75], [0.75, 3.0]]))
 

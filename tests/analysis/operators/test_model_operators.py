@@ -1,7 +1,8 @@
 """Products of the Hessian, Gauss-Newton and functional operators, against torch.func, curvlinops and explicit Jacobians.
 
-Judges are `jvp` or `jacfwd` of `torch.func.grad`: `torch.func.hessian`, and with it curvlinops' Hessian, differentiate a
-`jacrev`, which gives wrong second derivatives of `layer_norm` in its weight and input (seen with torch 2.13).
+Judges are `jvp` or `jacfwd` of `torch.func.grad`: `torch.func.hessian`, and with it curvlinops'
+Hessian, differentiate a `jacrev`, which gives wrong second derivatives of `layer_norm` in its
+weight and input (seen with torch 2.13).
 """
 
 import copy
@@ -16,7 +17,11 @@ from torch.func import functional_call, grad, jacrev, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
-from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
+from blockopt.analysis.operators.model_operators import (
+    FunctionalOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+)
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 from tests.helpers.dense_hessians import Net, build, hessian, language_loss, tokens_of
 from tests.helpers.models import FAMILIES, block_index, loss_of
@@ -24,15 +29,21 @@ from tests.helpers.optimizers import tiny_gpt, token_loss
 from tests.measure.test_loss_curvature import LOSSES, exact
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in a library that curvlinops imports
+    warnings.simplefilter(
+        "ignore", DeprecationWarning
+    )  # of torch.jit, in a library that curvlinops imports
     import curvlinops
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch.func.jvp uses it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script`:DeprecationWarning"
+)  # torch.func.jvp uses it
 OPERATORS = (HessianOperator, GaussNewtonOperator, FunctionalOperator)
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def assert_near(found, expected, tolerance=1e-9):
@@ -54,7 +65,9 @@ class Wrapped(nn.Module):
 
 def functional_loss(model, closure):
     wrapped = Wrapped(model, closure)
-    return lambda parameters: functional_call(wrapped, {f"model.{name}": p for name, p in parameters.items()}, ())
+    return lambda parameters: functional_call(
+        wrapped, {f"model.{name}": p for name, p in parameters.items()}, ()
+    )
 
 
 def hessian_product(model, closure, tangents, forward=True):
@@ -64,10 +77,15 @@ def hessian_product(model, closure, tangents, forward=True):
     with sdpa_kernel(SDPBackend.MATH):
         if forward:
             return jvp(gradient, (parameters,), (tangents,))[1]
-        return grad(lambda at: sum((g * tangents[name]).sum() for name, g in gradient(at).items()))(parameters)
+        return grad(lambda at: sum((g * tangents[name]).sum() for name, g in gradient(at).items()))(
+            parameters
+        )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "attention", "phi3", "bert", "nanogpt", "cnn", "lora-gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "llama", "gpt_neox", "attention", "phi3", "bert", "nanogpt", "cnn", "lora-gpt2"],
+)
 def test_families(family):
     model = FAMILIES[family]().double()
     closure = partial(loss_of, family, model)
@@ -80,7 +98,9 @@ def test_families(family):
     products = H @ v
     model.eval()
     for column in range(2):
-        expected = hessian_product(model, closure, H.to_dict(v[:, column]), forward=family != "attention")
+        expected = hessian_product(
+            model, closure, H.to_dict(v[:, column]), forward=family != "attention"
+        )
         # transformers casts logits to float32 for the loss
         assert_near(products[:, column], H.to_vector(expected), 1e-5)
         assert_near(H @ v[:, column], products[:, column], 1e-5)
@@ -96,7 +116,9 @@ def test_families(family):
 
 def test_labels_of_a_model():
     model = tiny_gpt(dtype=torch.float64)
-    H = HessianOperator(model, lambda: token_loss(model), blocks=find_blocks(model, per_row=("mlp_out",)))
+    H = HessianOperator(
+        model, lambda: token_loss(model), blocks=find_blocks(model, per_row=("mlp_out",))
+    )
     blocks = H.blocks()
     assert sum(part.shape[0] for part in blocks.values()) == H.shape[0]
     assert list(blocks)[:7] == ["wte.weight embedding", "wpe.weight position", "h.0.ln_1.weight norm", "h.0.ln_1.bias norm",
@@ -105,8 +127,12 @@ def test_labels_of_a_model():
     assert "h.1.mlp.c_proj.weight mlp_out row 15" in blocks
     assert len({tuple(H.entries(label).tolist()) for label in blocks}) == len(blocks)
     assert blocks["h.0.attn.c_attn.weight query head 1"].names == ("h.0.attn.c_attn.weight",)
-    assert repr(blocks["wte.weight embedding"]).startswith("HessianOperator(304 x 304, wte.weight, block 0")
-    columns = HessianOperator(m := FAMILIES["gpt2"](), partial(loss_of, "gpt2", m)).blocks()  # Conv1D: units are columns
+    assert repr(blocks["wte.weight embedding"]).startswith(
+        "HessianOperator(304 x 304, wte.weight, block 0"
+    )
+    columns = HessianOperator(
+        m := FAMILIES["gpt2"](), partial(loss_of, "gpt2", m)
+    ).blocks()  # Conv1D: units are columns
     assert "transformer.h.0.mlp.c_fc.weight mlp_in column 63" in columns
     assert "transformer.wte.weight embedding row 19" in columns
 
@@ -118,14 +144,24 @@ def test_blocks_are_submatrices(cls):
     whole = A @ torch.eye(A.shape[0], dtype=A.dtype)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     blocks = find_blocks(model)
-    starts = dict(zip(shapes, torch.tensor([0, *[torch.Size(s).numel() for s in shapes.values()]]).cumsum(0).tolist()))
+    starts = dict(
+        zip(
+            shapes,
+            torch.tensor([0, *[torch.Size(s).numel() for s in shapes.values()]]).cumsum(0).tolist(),
+        )
+    )
     for label, part in A.blocks().items():
         name, index = part.names[0], part._index
-        where = starts[name] + (block_index(shapes[name], blocks[name].split) == index).flatten().nonzero().flatten()
+        where = (
+            starts[name]
+            + (block_index(shapes[name], blocks[name].split) == index).flatten().nonzero().flatten()
+        )
         torch.testing.assert_close(A.entries(label), where)
         expected = whole[where][:, where]
         found = part @ torch.eye(part.shape[0], dtype=A.dtype)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12 * float(whole.abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-10, atol=1e-12 * float(whole.abs().max())
+        )
     some = A.restrict(["layers.1.q_proj.weight", "embedding.weight"])
     assert some.names == ("embedding.weight", "layers.1.q_proj.weight")  # in the order of the model
     where = torch.cat([A.entries(name) for name in some.names])
@@ -151,7 +187,9 @@ def test_gauss_newton_of_every_loss(name):
     mix = normal(3, prediction.numel(), seed=6)
 
     def predict(parameters):
-        return (parameters["a"].tanh() @ mix).view_as(prediction) * parameters["b"] ** 2 + prediction
+        return (parameters["a"].tanh() @ mix).view_as(prediction) * parameters[
+            "b"
+        ] ** 2 + prediction
 
     def closure():
         return loss_of_prediction(predict(model))
@@ -164,7 +202,9 @@ def test_gauss_newton_of_every_loss(name):
     unit = torch.eye(G.shape[0], dtype=G.dtype)
     assert_near(G @ unit, expected, 1e-11)
     full = torch.autograd.functional.hessian(
-        lambda flat: loss_of_prediction(predict(H.to_dict(flat) if not flat.requires_grad else split(flat, model))),
+        lambda flat: loss_of_prediction(
+            predict(H.to_dict(flat) if not flat.requires_grad else split(flat, model))
+        ),
         H.to_vector(parameters),
     )
     assert_near(H @ unit, full, 1e-11)
@@ -185,7 +225,9 @@ def test_product_with_the_curvature_of_the_loss(name):
     curvature = LossCurvature(loss, seen.calls)
     u = normal(*prediction.shape, seed=9)
     found = sum(curvature.product([u] * len(curvature.predictions)))
-    torch.testing.assert_close(found.flatten(), exact(prediction, loss_of_prediction) @ u.flatten(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        found.flatten(), exact(prediction, loss_of_prediction) @ u.flatten(), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_curvlinops_with_ragged_batches():
@@ -211,9 +253,15 @@ def test_curvlinops_with_ragged_batches():
     pairs = [(tokens, targets.flatten()) for tokens, targets in data]
     v = normal(H.shape[0], 3)
     with sdpa_kernel(SDPBackend.MATH):
-        for ours, theirs in ((H, curvlinops.HessianLinearOperator), (G, curvlinops.GGNLinearOperator)):
+        for ours, theirs in (
+            (H, curvlinops.HessianLinearOperator),
+            (G, curvlinops.GGNLinearOperator),
+        ):
             options = {"batch_size_fn": torch.numel, "check_deterministic": False}
-            expected = theirs(Rows(), nn.CrossEntropyLoss(), list(model.parameters()), pairs, **options) @ v
+            expected = (
+                theirs(Rows(), nn.CrossEntropyLoss(), list(model.parameters()), pairs, **options)
+                @ v
+            )
             assert_near(ours @ v, expected)
             assert_near(ours @ v, expected)
     unweighted = HessianOperator(model, [lambda batch=batch: closure(*batch)[0] for batch in data])
@@ -254,7 +302,10 @@ def test_what_else_the_loss_holds_belongs_to_the_functional_part():
         return plain() + 0.3 * model.head.weight.pow(4).sum()
 
     with pytest.warns(UserWarning, match="left out of Gauss-Newton"):
-        G, R = (cls(model, closure) @ normal(HessianOperator(model, closure).shape[0]) for cls in OPERATORS[1:])
+        G, R = (
+            cls(model, closure) @ normal(HessianOperator(model, closure).shape[0])
+            for cls in OPERATORS[1:]
+        )
     H = HessianOperator(model, closure)
     v = normal(H.shape[0])
     assert_near(G, GaussNewtonOperator(model, plain) @ v)
@@ -285,12 +336,16 @@ def test_tied_frozen_and_unused_parameters():
     for A in (H, G, R):
         assert not (A @ v)[H.entries("unused")].any()
         assert not (A.block("unused") @ normal(3, 2)).any()
-    with pytest.raises(ValueError, match=r"'lm_head.weight' is none of the trainable.*first of its names"):
+    with pytest.raises(
+        ValueError, match=r"'lm_head.weight' is none of the trainable.*first of its names"
+    ):
         HessianOperator(model, closure, names=["lm_head.weight"])
     with pytest.raises(ValueError, match=r"'h.0.ln_1.weight' is none of the trainable"):
         HessianOperator(model, closure, names=["h.0.ln_1.weight"])
     model.unused.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'unused' is trainable no more. Make a new HessianOperator"):
+    with pytest.raises(
+        ValueError, match=r"'unused' is trainable no more. Make a new HessianOperator"
+    ):
         H @ v
 
 
@@ -310,7 +365,10 @@ def test_dtypes():
 
     H = HessianOperator(model, closure)
     assert H.dtype == torch.float64
-    assert {p.dtype for p in H.to_dict(torch.ones(9, dtype=torch.float64)).values()} == {torch.float32, torch.float64}
+    assert {p.dtype for p in H.to_dict(torch.ones(9, dtype=torch.float64)).values()} == {
+        torch.float32,
+        torch.float64,
+    }
     v = normal(9)
     double = copy.deepcopy(model).double()
     D = HessianOperator(double, lambda: double[1](double[0](x.double()).tanh()).square().mean())
@@ -331,7 +389,9 @@ def test_round_trip_of_vectors():
     inside = head.to_dict(v[: head.shape[0]])["layers.0.q_proj.weight"]
     assert not inside[:4].any()
     assert torch.equal(inside[4:].flatten(), v[: head.shape[0]])
-    assert torch.equal(head.to_vector({**values, "layers.0.q_proj.weight": inside}), v[: head.shape[0]])
+    assert torch.equal(
+        head.to_vector({**values, "layers.0.q_proj.weight": inside}), v[: head.shape[0]]
+    )
 
 
 def test_replaced_parameters_are_found():
@@ -360,6 +420,8 @@ def test_layer_norm_against_differences_of_gradients():
     v, start, step = normal(H.shape[0]), H.to_vector(dict(model.named_parameters())), 1e-5
 
     def gradient(at):
-        return H.to_vector(grad(lambda p: F.cross_entropy(functional_call(model, p, (x,)), y))(H.to_dict(at)))
+        return H.to_vector(
+            grad(lambda p: F.cross_entropy(functional_call(model, p, (x,)), y))(H.to_dict(at))
+        )
 
     assert_near(H @ v, (gradient(start + step * v) - gradient(start - step * v)) / (2 * step), 1e-7)

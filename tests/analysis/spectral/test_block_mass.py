@@ -12,13 +12,17 @@ from blockopt.analysis.operators.model_operators import HessianOperator
 from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
 from tests.helpers.matrices import AttentionHessian, Products, all_signs, random_symmetric
 
-MODULE = sys.modules["blockopt.analysis.spectral.block_mass"]  # the package may name the function so
+MODULE = sys.modules[
+    "blockopt.analysis.spectral.block_mass"
+]  # the package may name the function so
 
 PARTS = {"a": torch.tensor([4, 1, 0]), "b": torch.tensor([2, 6]), "c": torch.tensor([3, 5, 7])}
 
 
 def exact(A, parts):
-    return torch.stack([torch.stack([A[a][:, b].square().sum() for b in parts.values()]) for a in parts.values()])
+    return torch.stack(
+        [torch.stack([A[a][:, b].square().sum() for b in parts.values()]) for a in parts.values()]
+    )
 
 
 def share(matrix):
@@ -85,7 +89,9 @@ def test_errors_are_honest():
     truth = exact(A, parts)
     scores, pairs = [], []
     for seed in range(200):
-        found = block_mass(Products(A), parts, num_probes=15, generator=torch.Generator().manual_seed(seed))
+        found = block_mass(
+            Products(A), parts, num_probes=15, generator=torch.Generator().manual_seed(seed)
+        )
         scores.append((found.off_diagonal.value - share(truth)) / found.off_diagonal.standard_error)
         pairs.append((found.matrix - truth) / found.standard_error)
     scores, pairs = torch.tensor(scores), torch.stack(pairs)
@@ -139,9 +145,15 @@ def test_operator_of_a_model():
     """By head: the labels and entries of a model's operator are what `parts` takes."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True, bias=False).double()
+        model = nn.TransformerEncoderLayer(
+            4, 2, 5, dropout=0.0, batch_first=True, bias=False
+        ).double()
         x, y = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    H = HessianOperator(model, lambda: (model(x) - y).square().mean(), names=["self_attn.in_proj_weight", "linear1.weight"])
+    H = HessianOperator(
+        model,
+        lambda: (model(x) - y).square().mean(),
+        names=["self_attn.in_proj_weight", "linear1.weight"],
+    )
     parts = {label: H.entries(label) for label in H.blocks()}
     assert "self_attn.in_proj_weight query head 1" in parts
     truth = exact(dense(H), parts)
@@ -155,14 +167,23 @@ def test_errors():
     A = torch.eye(8)
     with pytest.raises(ValueError, match=r"Invalid parts=\{\}. Must name at least one block"):
         block_mass(A, {})
-    for bad in (torch.ones(2), torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"Invalid part 'b' of shape .* Must be a vector of at least one index, int64"):
+    for bad in (
+        torch.ones(2),
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(1, 1, dtype=torch.int64),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"Invalid part 'b' of shape .* Must be a vector of at least one index, int64",
+        ):
             block_mass(A, {"a": torch.arange(2), "b": bad})
     for bad in (torch.tensor([-1, 3]), torch.tensor([3, 8])):
         with pytest.raises(ValueError, match=r"Invalid part 'b': indices .* Must be in \[0, 8\)"):
             block_mass(A, {"a": torch.arange(2), "b": bad})
     for bad in (torch.tensor([3, 3]), torch.tensor([1, 3])):
-        with pytest.raises(ValueError, match=r"Invalid part 'b': it shares indices .* Must be disjoint"):
+        with pytest.raises(
+            ValueError, match=r"Invalid part 'b': it shares indices .* Must be disjoint"
+        ):
             block_mass(A, {"a": torch.arange(2), "b": bad})
     for name in ("num_probes", "chunk"):
         with pytest.raises(ValueError, match=rf"Invalid {name}=0. Must be an integer >= 1"):

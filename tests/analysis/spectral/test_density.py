@@ -4,8 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from blockopt.analysis.spectral.density import SpectralDensity, check_symmetric, lanczos, spectral_density, symmetric_log
-from tests.helpers.matrices import SPECTRA, AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
+from blockopt.analysis.spectral.density import (
+    SpectralDensity,
+    check_symmetric,
+    lanczos,
+    spectral_density,
+    symmetric_log,
+)
+from tests.helpers.matrices import (
+    SPECTRA,
+    AttentionHessian,
+    Products,
+    all_signs,
+    normal,
+    random_symmetric,
+    with_spectrum,
+)
 
 
 @pytest.mark.parametrize("name", SPECTRA)
@@ -29,7 +43,9 @@ def test_all_eigenvalues_with_their_copies(name):
     torch.testing.assert_close(found, SPECTRA[name].sort().values, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "distinct"), [("repeated", 4), ("low rank", 4), ("equal", 1), ("zero", 1)])
+@pytest.mark.parametrize(
+    ("name", "distinct"), [("repeated", 4), ("low rank", 4), ("equal", 1), ("zero", 1)]
+)
 def test_without_restart_it_ends_with_the_krylov_space(name, distinct):
     A = Products(with_spectrum(SPECTRA[name]))
     found = lanczos(A, 60, restart=False)
@@ -58,7 +74,9 @@ def test_no_ghosts():
 def test_float32_operator_float64_recurrence():
     A = Products(with_spectrum(SPECTRA["indefinite"]).float())
     found = lanczos(A, 60)
-    torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(60, dtype=torch.float64), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        found.basis.T @ found.basis, torch.eye(60, dtype=torch.float64), rtol=0, atol=1e-13
+    )
     eigenvalues = torch.linalg.eigvalsh(found.matrix())
     torch.testing.assert_close(eigenvalues, SPECTRA["indefinite"].sort().values, rtol=0, atol=2e-6)
 
@@ -71,11 +89,17 @@ def test_start_is_used_whatever_its_length():
 
 def test_same_seed_same_result():
     A = random_symmetric(20)
-    default, again, other = (lanczos(A, 5, generator=g) for g in (None, torch.Generator().manual_seed(0), torch.Generator()))
+    default, again, other = (
+        lanczos(A, 5, generator=g)
+        for g in (None, torch.Generator().manual_seed(0), torch.Generator())
+    )
     assert torch.equal(default.alphas, again.alphas)
     assert not torch.equal(default.alphas, other.alphas)
     first, second, third = (
-        spectral_density(A, num_steps=4, num_probes=2, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        spectral_density(
+            A, num_steps=4, num_probes=2, generator=torch.Generator().manual_seed(seed)
+        )
+        for seed in (1, 1, 2)
     )
     assert torch.equal(first.nodes, second.nodes)
     assert not torch.equal(first.nodes, third.nodes)
@@ -96,8 +120,13 @@ def test_no_bias_over_all_probes():
     mean = torch.zeros(4, dtype=torch.float64)
     for z in all_signs(6):
         found = lanczos(A, 2, start=z, restart=False).quadrature()
-        mean += torch.tensor([found.moment(power) for power in range(4)], dtype=torch.float64) / 2**6
-    exact = torch.tensor([float(torch.linalg.matrix_power(A, power).trace()) / 6 for power in range(4)], dtype=torch.float64)
+        mean += (
+            torch.tensor([found.moment(power) for power in range(4)], dtype=torch.float64) / 2**6
+        )
+    exact = torch.tensor(
+        [float(torch.linalg.matrix_power(A, power).trace()) / 6 for power in range(4)],
+        dtype=torch.float64,
+    )
     torch.testing.assert_close(mean, exact, rtol=1e-12, atol=1e-12)
 
 
@@ -118,13 +147,17 @@ def test_density_of_a_diagonal_matrix_is_exact():
     values = torch.tensor([-2.0, 0.5, 0.5, 0.5, 7.0], dtype=torch.float64)
     found = spectral_density(torch.diag(values), num_probes=3)
     grid = torch.tensor([-3.0, -1.99, 0.0, 0.6, 8.0], dtype=torch.float64)
-    torch.testing.assert_close(found.cdf(grid), torch.tensor([0.0, 0.2, 0.2, 0.8, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        found.cdf(grid), torch.tensor([0.0, 0.2, 0.2, 0.8, 1.0], dtype=torch.float64)
+    )
     expected = stats.norm.pdf(grid[:, None], loc=values, scale=0.3).mean(1)
     torch.testing.assert_close(found.density(grid, 0.3), torch.as_tensor(expected))
     two = SpectralDensity(torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.75]))
     assert two.cdf(torch.tensor([0.0, 0.5, 1.0])).tolist() == [0.25, 0.25, 1.0]  # at or below
     log = found.on_log_axis(0.1)
-    torch.testing.assert_close(log.nodes.unique().round(decimals=9), symmetric_log(values.unique(), 0.1).round(decimals=9))
+    torch.testing.assert_close(
+        log.nodes.unique().round(decimals=9), symmetric_log(values.unique(), 0.1).round(decimals=9)
+    )
     assert torch.equal(log.weights, found.weights)
     fine = torch.linspace(-6, 12, 5001, dtype=torch.float64)
     assert float(torch.trapezoid(found.density(fine, 0.3), fine)) == pytest.approx(1, abs=1e-9)
@@ -138,7 +171,9 @@ def test_density_of_each_spectrum(name):
     assert float(found.weights.sum()) == pytest.approx(1, abs=1e-13)
     assert bool((found.weights >= 0).all())
     assert bool((found.nodes.diff() >= 0).all())
-    distance = (found.nodes[:, None] - SPECTRA[name]).abs().min(1).values  # as many steps as needed: nodes are eigenvalues
+    distance = (
+        (found.nodes[:, None] - SPECTRA[name]).abs().min(1).values
+    )  # as many steps as needed: nodes are eigenvalues
     assert float(distance[found.weights > 1e-9].max()) < 1e-6
 
 
@@ -154,10 +189,15 @@ def test_hessian_of_attention():
     H = AttentionHessian()
     dense = H.dense()
     assert float((dense - dense.T).abs().max()) < 1e-14
-    torch.testing.assert_close(torch.linalg.eigvalsh(lanczos(H, 45).matrix()), torch.linalg.eigvalsh(dense))
+    torch.testing.assert_close(
+        torch.linalg.eigvalsh(lanczos(H, 45).matrix()), torch.linalg.eigvalsh(dense)
+    )
     assert check_symmetric(H) < 1e-13
     found = spectral_density(H, num_steps=45, num_probes=2)
-    assert float((found.nodes[:, None] - torch.linalg.eigvalsh(dense)).abs().min(1).values.max()) < 1e-9
+    assert (
+        float((found.nodes[:, None] - torch.linalg.eigvalsh(dense)).abs().min(1).values.max())
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -166,7 +206,10 @@ def test_check_symmetric(dtype):
     assert check_symmetric(A) < torch.finfo(dtype).eps * 100
     assert check_symmetric(torch.zeros(3, 3)) == 0
     A[3, 7] += 1
-    with pytest.raises(ValueError, match=r"Invalid operator: \|u·Av − v·Au\| is .* Must be symmetric and deterministic"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid operator: \|u·Av − v·Au\| is .* Must be symmetric and deterministic",
+    ):
         check_symmetric(A)
     assert check_symmetric(A, tolerance=1.0) > 1e-3
 
@@ -196,7 +239,10 @@ def test_not_finite():
         pass
 
     A = Named(torch.full((4, 4), torch.nan))
-    with pytest.raises(FloatingPointError, match=r"the Named of shape \(4, 4\) and dtype torch.float32 .* not finite"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"the Named of shape \(4, 4\) and dtype torch.float32 .* not finite",
+    ):
         lanczos(A, 2)
     with pytest.raises(FloatingPointError, match="not finite"):
         spectral_density(torch.full((4, 4), torch.inf))
@@ -205,19 +251,28 @@ def test_not_finite():
 def test_errors():
     A = torch.eye(4)
     for bad in (torch.ones(4), torch.ones(4, 3), torch.ones(0, 0)):
-        with pytest.raises(ValueError, match=r"Invalid operator of shape .* Must be \(n, n\) with n >= 1"):
+        with pytest.raises(
+            ValueError, match=r"Invalid operator of shape .* Must be \(n, n\) with n >= 1"
+        ):
             lanczos(bad, 2)
     for bad in (np.eye(3), [[1.0]], None):
-        with pytest.raises(TypeError, match=rf"Invalid operator of type {type(bad).__name__}. Must be a tensor, or have shape"):
+        with pytest.raises(
+            TypeError,
+            match=rf"Invalid operator of type {type(bad).__name__}. Must be a tensor, or have shape",
+        ):
             lanczos(bad, 2)
-    with pytest.raises(ValueError, match=r"Invalid operator of dtype torch.int64. Must be a real floating-point one"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid operator of dtype torch.int64. Must be a real floating-point one",
+    ):
         lanczos(torch.eye(4, dtype=torch.int64), 2)
     for bad in (0, 2.0, True):
         with pytest.raises(ValueError, match=f"Invalid num_steps={bad}. Must be an integer >= 1"):
             lanczos(A, bad)
     for bad in (torch.zeros(4), torch.ones(3), torch.ones(4, 1), torch.full((4,), torch.nan)):
         with pytest.raises(
-            ValueError, match=r"Invalid start of shape .* Must be a vector of shape \(4,\) that is finite and not 0"
+            ValueError,
+            match=r"Invalid start of shape .* Must be a vector of shape \(4,\) that is finite and not 0",
         ):
             lanczos(A, 2, start=bad)
     with pytest.raises(ValueError, match=r"Invalid num_probes=0. Must be an integer >= 1"):
@@ -233,7 +288,10 @@ def test_errors():
         def __matmul__(self, v):
             return super().__matmul__(v)[:2]
 
-    with pytest.raises(ValueError, match=r"Invalid the Short .* its product with \(4,\) has shape \(2,\). Must be \(4,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid the Short .* its product with \(4,\) has shape \(2,\). Must be \(4,\)",
+    ):
         lanczos(Short(A), 2)
 
 
@@ -243,6 +301,7 @@ def test_progress(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
     spectral_density(A)
     with pytest.raises(
-        ImportError, match=r"progress=True needs rich. Install it \(`pip install rich`\), or pass progress=False"
+        ImportError,
+        match=r"progress=True needs rich. Install it \(`pip install rich`\), or pass progress=False",
     ):
         spectral_density(A, progress=True)

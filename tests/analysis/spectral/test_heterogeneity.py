@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
-from blockopt.analysis.spectral.heterogeneity import jensen_shannon, negative_share, norm_spread, norm_spread_by_group
+from blockopt.analysis.spectral.heterogeneity import (
+    jensen_shannon,
+    negative_share,
+    norm_spread,
+    norm_spread_by_group,
+)
 from tests.helpers.matrices import AttentionHessian, normal, with_spectrum
 
 
@@ -31,7 +36,10 @@ def test_norm_spread_of_zeros():
 
 
 def test_norm_spread_by_group():
-    norms, groups = {"v": 3.0, "q0": 1.0, "q1": 10.0}, {"q0": "query", "q1": "query", "v": "value", "unused": "head"}
+    norms, groups = (
+        {"v": 3.0, "q0": 1.0, "q1": 10.0},
+        {"q0": "query", "q1": "query", "v": "value", "unused": "head"},
+    )
     found = norm_spread_by_group(norms, groups)
     assert list(found) == ["value", "query"]
     assert found["query"] == norm_spread({"q0": 1.0, "q1": 10.0})
@@ -42,9 +50,13 @@ def test_norm_errors():
     with pytest.raises(ValueError, match=r"Invalid norms=\{\}. Must name at least one block"):
         norm_spread({})
     for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=rf"Invalid norm {bad} of 'b'. Must be finite and >= 0"):
+        with pytest.raises(
+            ValueError, match=rf"Invalid norm {bad} of 'b'. Must be finite and >= 0"
+        ):
             norm_spread({"a": 1.0, "b": bad})
-    with pytest.raises(ValueError, match=r"Invalid groups: lacks \['a'\]. Must give the group of every block"):
+    with pytest.raises(
+        ValueError, match=r"Invalid groups: lacks \['a'\]. Must give the group of every block"
+    ):
         norm_spread_by_group({"a": 1.0}, {})
 
 
@@ -72,7 +84,9 @@ def test_equals_scipy_on_smoothed_densities(axis):
     width = 0.01 * (high - low)
     grid = np.linspace(low - 6 * width, high + 6 * width, 20001)
     densities = [stats.norm.pdf(grid[:, None], loc=v, scale=width).mean(1) for v in values.values()]
-    densities = [np.where(density < 1e-30, 0, density) for density in densities]  # scipy: inf for denormal ones
+    densities = [
+        np.where(density < 1e-30, 0, density) for density in densities
+    ]  # scipy: inf for denormal ones
     for i in range(3):
         for j in range(3):
             expected = distance.jensenshannon(densities[i], densities[j], base=2)
@@ -88,7 +102,9 @@ def test_a_distance():
     assert not matrix.diagonal().any()
     assert bool((matrix >= 0).all())
     assert bool((matrix <= 1).all())
-    assert bool((matrix[:, :, None] <= matrix[:, None, :] + matrix.T[None, :, :] + 1e-12).all())  # triangle inequality
+    assert bool(
+        (matrix[:, :, None] <= matrix[:, None, :] + matrix.T[None, :, :] + 1e-12).all()
+    )  # triangle inequality
 
 
 @pytest.mark.parametrize("axis", ["linear", "symmetric log"])
@@ -103,16 +119,29 @@ def test_the_unit_and_order_of_eigenvalues_do_not_matter(axis):
 def test_rounding_does_not_matter(axis):
     """Zeros of either sign: a histogram with an edge at 0 would see nothing in common."""
     outliers = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    spectra = {"a": torch.cat([outliers, torch.full((50,), 1e-16)]), "b": torch.cat([outliers, torch.full((50,), -1e-16)])}
+    spectra = {
+        "a": torch.cat([outliers, torch.full((50,), 1e-16)]),
+        "b": torch.cat([outliers, torch.full((50,), -1e-16)]),
+    }
     assert jensen_shannon(spectra, axis=axis).mean < 1e-7
     assert jensen_shannon({"a": torch.zeros(3), "b": torch.zeros(5)}, axis=axis).mean < 1e-7
-    assert jensen_shannon({"a": torch.full((3,), 2.0), "b": torch.full((5,), 2.0)}, axis=axis).mean < 1e-7
+    assert (
+        jensen_shannon({"a": torch.full((3,), 2.0), "b": torch.full((5,), 2.0)}, axis=axis).mean
+        < 1e-7
+    )
 
 
 def test_axes_see_different_things():
     """Two flat blocks a hundredfold apart beside a sharp one: only the symmetric log tells them apart."""
-    spectra = {"flat": 1e-5 * normal(50), "flatter": 1e-7 * normal(50, seed=1), "sharp": normal(50, seed=2)}
-    linear, log = jensen_shannon(spectra).matrix, jensen_shannon(spectra, axis="symmetric log", threshold=1e-8).matrix
+    spectra = {
+        "flat": 1e-5 * normal(50),
+        "flatter": 1e-7 * normal(50, seed=1),
+        "sharp": normal(50, seed=2),
+    }
+    linear, log = (
+        jensen_shannon(spectra).matrix,
+        jensen_shannon(spectra, axis="symmetric log", threshold=1e-8).matrix,
+    )
     assert float(linear[0, 1]) < 1e-3
     assert float(log[0, 1]) > 0.5
     assert float(log[0, 2]) > 0.9
@@ -125,17 +154,26 @@ def test_densities_and_eigenvalues_together():
     found = jensen_shannon({"exact": values, "quadrature": density, "other": -values}, width=0.03)
     assert float(found.matrix[0, 1]) < 0.1
     assert float(found.matrix[0, 2]) > 0.4
-    many = jensen_shannon({"a": values, "b": values.repeat(40)})  # more than one piece of the sum over eigenvalues
+    many = jensen_shannon(
+        {"a": values, "b": values.repeat(40)}
+    )  # more than one piece of the sum over eigenvalues
     assert many.mean < 1e-7
 
 
 def test_jensen_shannon_errors():
     two = {"a": torch.ones(2), "b": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"Invalid spectra of \['a'\]. Must be of at least two blocks"):
+    with pytest.raises(
+        ValueError, match=r"Invalid spectra of \['a'\]. Must be of at least two blocks"
+    ):
         jensen_shannon({"a": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"Invalid axis='log'. Must be one of 'linear', 'symmetric log'"):
+    with pytest.raises(
+        ValueError, match=r"Invalid axis='log'. Must be one of 'linear', 'symmetric log'"
+    ):
         jensen_shannon(two, axis="log")
-    with pytest.raises(ValueError, match=r"Invalid threshold=1 with axis='linear'. Must be None, or axis='symmetric log'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid threshold=1 with axis='linear'. Must be None, or axis='symmetric log'",
+    ):
         jensen_shannon(two, threshold=1)
     with pytest.raises(ValueError, match=r"Invalid threshold=0. Must be > 0"):
         jensen_shannon(two, axis="symmetric log", threshold=0)
@@ -149,7 +187,10 @@ def test_jensen_shannon_errors():
         (torch.ones(0), r"shape \(0,\)"),
         (torch.tensor([math.nan]), "values"),
     ):
-        with pytest.raises(ValueError, match=rf"Invalid spectrum 'b' of {given}.* Must be a vector of finite eigenvalues"):
+        with pytest.raises(
+            ValueError,
+            match=rf"Invalid spectrum 'b' of {given}.* Must be a vector of finite eigenvalues",
+        ):
             jensen_shannon({"a": torch.ones(2), "b": bad})
 
 

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from blockopt.analysis.spectral.trace import Estimate, diagonal, squared_frobenius, trace
-from tests.helpers.matrices import AttentionHessian, Products, all_signs, normal, random_symmetric, with_spectrum
+from tests.helpers.matrices import (
+    AttentionHessian,
+    Products,
+    all_signs,
+    normal,
+    random_symmetric,
+    with_spectrum,
+)
 
 MODULE = sys.modules["blockopt.analysis.spectral.trace"]  # the package may name the function so
 
@@ -26,7 +33,9 @@ def test_mean_and_variance_over_all_probes(monkeypatch):
     for z in probes:
         patch_signs(monkeypatch, [z])
         one = trace(A, num_products=1)
-        assert one == (float(z @ A @ z), math.inf, 1) or one.value == pytest.approx(float(z @ A @ z), rel=1e-13)
+        assert one == (float(z @ A @ z), math.inf, 1) or one.value == pytest.approx(
+            float(z @ A @ z), rel=1e-13
+        )
         values.append(one.value)
     values = torch.tensor(values, dtype=torch.float64)
     assert float(values.mean()) == pytest.approx(exact, rel=1e-13)
@@ -73,20 +82,45 @@ def test_equals_curvlinops_on_the_same_probes(monkeypatch, chunk):
     import curvlinops
 
     A = random_symmetric(40)
-    probes = torch.randint(0, 2, (12, 40), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+    probes = (
+        torch.randint(0, 2, (12, 40), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+    )
     pairs = [
-        ("trace.hutchinson", curvlinops.hutchinson_trace, lambda: trace(A, num_products=12, chunk=chunk)),
-        ("trace.meyer2020hutch", curvlinops.hutchpp_trace, lambda: trace(A, num_products=12, chunk=chunk, method="hutch++")),
-        ("norm.hutchinson", curvlinops.hutchinson_squared_fro, lambda: squared_frobenius(A, num_products=12, chunk=chunk)),
-        ("diagonal.hutchinson", curvlinops.hutchinson_diag, lambda: diagonal(A, num_products=12, chunk=chunk)),
+        (
+            "trace.hutchinson",
+            curvlinops.hutchinson_trace,
+            lambda: trace(A, num_products=12, chunk=chunk),
+        ),
+        (
+            "trace.meyer2020hutch",
+            curvlinops.hutchpp_trace,
+            lambda: trace(A, num_products=12, chunk=chunk, method="hutch++"),
+        ),
+        (
+            "norm.hutchinson",
+            curvlinops.hutchinson_squared_fro,
+            lambda: squared_frobenius(A, num_products=12, chunk=chunk),
+        ),
+        (
+            "diagonal.hutchinson",
+            curvlinops.hutchinson_diag,
+            lambda: diagonal(A, num_products=12, chunk=chunk),
+        ),
     ]
     for module, theirs, ours in pairs:
         draws = iter(probes)
         monkeypatch.setattr(
-            importlib.import_module(f"curvlinops.{module}"), "random_vector", lambda *_, draws=draws: next(draws)
+            importlib.import_module(f"curvlinops.{module}"),
+            "random_vector",
+            lambda *_, draws=draws: next(draws),
         )
         patch_signs(monkeypatch, probes)
-        torch.testing.assert_close(torch.as_tensor(ours().value, dtype=torch.float64), theirs(A, 12), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            torch.as_tensor(ours().value, dtype=torch.float64),
+            theirs(A, 12),
+            rtol=1e-11,
+            atol=1e-11,
+        )
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100])
@@ -107,7 +141,11 @@ def test_the_budget_is_kept():
     for method in ("hutchinson", "hutch++"):
         for budget in (3, 10, 100):
             before = A.count
-            assert trace(A, method=method, num_products=budget).num_products == A.count - before == budget
+            assert (
+                trace(A, method=method, num_products=budget).num_products
+                == A.count - before
+                == budget
+            )
     before = A.count
     assert diagonal(A, num_products=7).num_products == A.count - before == 7
 
@@ -115,16 +153,26 @@ def test_the_budget_is_kept():
 @pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
 def test_standard_error_is_honest(method):
     """The error over many seeds is what is reported, on a Hessian-like spectrum."""
-    A = with_spectrum(torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)]))
-    found = [trace(A, method=method, num_products=99, generator=torch.Generator().manual_seed(seed)) for seed in range(200)]
+    A = with_spectrum(
+        torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)])
+    )
+    found = [
+        trace(A, method=method, num_products=99, generator=torch.Generator().manual_seed(seed))
+        for seed in range(200)
+    ]
     scores = torch.tensor([(one.value - float(A.trace())) / one.standard_error for one in found])
     assert 0.85 < float(scores.square().mean().sqrt()) < 1.2
     assert abs(float(scores.mean())) < 0.25
 
 
 def test_hutch_plus_plus_is_better_where_few_eigenvalues_dominate():
-    A = with_spectrum(torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)]))
-    assert trace(A, method="hutch++", num_products=30).standard_error < trace(A, num_products=30).standard_error / 10
+    A = with_spectrum(
+        torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)])
+    )
+    assert (
+        trace(A, method="hutch++", num_products=30).standard_error
+        < trace(A, num_products=30).standard_error / 10
+    )
 
 
 def test_relative_error_stops_early():
@@ -147,7 +195,9 @@ def test_relative_error_stops_early():
 
 def test_relative_error_is_that_of_the_whole():
     """What hutch++ knows exactly counts, even where the rest is next to nothing."""
-    A = with_spectrum(torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)]))
+    A = with_spectrum(
+        torch.cat([torch.tensor([50.0, 20.0, 10.0], dtype=torch.float64), 0.1 * normal(297)])
+    )
     found = trace(A, method="hutch++", num_products=150, relative_error=0.02)
     assert found.num_products == 100 + 10
     assert found.standard_error <= 0.02 * found.value
@@ -157,10 +207,13 @@ def test_same_seed_same_result():
     A = random_symmetric(150)
     for estimator in (trace, squared_frobenius, diagonal):
         first, second, other = (
-            estimator(A, num_products=5, generator=torch.Generator().manual_seed(seed)).value for seed in (0, 0, 1)
+            estimator(A, num_products=5, generator=torch.Generator().manual_seed(seed)).value
+            for seed in (0, 0, 1)
         )
         assert torch.equal(torch.as_tensor(first), torch.as_tensor(second))
-        assert torch.equal(torch.as_tensor(first), torch.as_tensor(estimator(A, num_products=5).value))
+        assert torch.equal(
+            torch.as_tensor(first), torch.as_tensor(estimator(A, num_products=5).value)
+        )
         assert not torch.equal(torch.as_tensor(first), torch.as_tensor(other))
 
 
@@ -183,7 +236,9 @@ def test_hessian_of_attention():
 
 def test_errors():
     A = torch.eye(4)
-    with pytest.raises(ValueError, match=r"Invalid method='xtrace'. Must be one of 'hutchinson', 'hutch\+\+'"):
+    with pytest.raises(
+        ValueError, match=r"Invalid method='xtrace'. Must be one of 'hutchinson', 'hutch\+\+'"
+    ):
         trace(A, method="xtrace")
     with pytest.raises(ValueError, match=r"Invalid num_products=2. Must be an integer >= 3"):
         trace(A, num_products=2, method="hutch++")
@@ -205,5 +260,7 @@ def test_errors():
 def test_progress():
     A = random_symmetric(150)
     for estimator in (trace, squared_frobenius, diagonal):
-        assert torch.equal(torch.as_tensor(estimator(A, progress=True).value), torch.as_tensor(estimator(A).value))
+        assert torch.equal(
+            torch.as_tensor(estimator(A, progress=True).value), torch.as_tensor(estimator(A).value)
+        )
     trace(A, progress=True, method="hutch++")

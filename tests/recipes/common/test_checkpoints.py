@@ -14,13 +14,23 @@ import pytest
 import torch
 
 from recipes.common import checkpoints
-from recipes.common.checkpoints import CheckpointError, Checkpoints, RunIsLockedError, load_checkpoint, run_lock
+from recipes.common.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    RunIsLockedError,
+    load_checkpoint,
+    run_lock,
+)
 from tests.helpers import ROOT
 
 
 def state(step, size=1000):
     generator = torch.Generator().manual_seed(step)
-    return {"step": step, "nested": {"weights": [torch.randn(size, generator=generator)]}, "name": "run"}
+    return {
+        "step": step,
+        "nested": {"weights": [torch.randn(size, generator=generator)]},
+        "name": "run",
+    }
 
 
 def assert_state(found, step, size=1000):
@@ -31,7 +41,9 @@ def assert_state(found, step, size=1000):
 def python(code, *arguments, **options):
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n" + textwrap.dedent(code)
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def test_doctests():
@@ -62,7 +74,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert_state(saved.load_latest()[1], 1)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flip", "append", "no checksum", "empty checksum", "binary checksum"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "empty", "flip", "append", "no checksum", "empty checksum", "binary checksum"]
+)
 def test_a_broken_checkpoint_is_passed_over(tmp_path, damage):
     saved = Checkpoints(tmp_path)
     for step in (1, 2):
@@ -119,7 +133,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     out, err = python(code).communicate(timeout=60)
     assert "step 2 could not be written" in out, err
     assert "That of step 1 is as it was" in out
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # nothing half-written lies around
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir()
+    } == before  # nothing half-written lies around
     assert_state(saved.load_latest()[1], 1)
 
 
@@ -128,7 +144,9 @@ def test_no_space_for_the_first_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"step 3 .*No space left on device.*There is no other"):
+    with pytest.raises(
+        CheckpointError, match=r"step 3 .*No space left on device.*There is no other"
+    ):
         Checkpoints(tmp_path).save(3, state(3))
     assert list(tmp_path.iterdir()) == []
 
@@ -194,7 +212,10 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     other = python(code, tmp_path)
     try:
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(RunIsLockedError, match=f"process {other.pid} on .* since"), run_lock(tmp_path):
+        with (
+            pytest.raises(RunIsLockedError, match=f"process {other.pid} on .* since"),
+            run_lock(tmp_path),
+        ):
             pass
     finally:
         other.kill()  # SIGKILL: nothing is tidied up

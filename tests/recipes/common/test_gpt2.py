@@ -39,7 +39,9 @@ def test_there_and_back_is_the_same_weights():
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
     back = from_huggingface(theirs)
     assert back.config == ours.config
-    assert all(torch.equal(value, back.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert all(
+        torch.equal(value, back.state_dict()[name]) for name, value in ours.state_dict().items()
+    )
 
 
 def test_a_saved_checkpoint_comes_back(tmp_path):
@@ -49,7 +51,9 @@ def test_a_saved_checkpoint_comes_back(tmp_path):
     torch.testing.assert_close(loaded(TOKENS).logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", [{"activation_function": "relu"}, {"n_inner": 8}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "option", [{"activation_function": "relu"}, {"n_inner": 8}, {"tie_word_embeddings": False}]
+)
 def test_what_ours_lacks_is_refused(option):
     with pytest.raises(ValueError, match=f"Invalid {next(iter(option))}"):
         from_huggingface(random_huggingface(**option))
@@ -74,7 +78,10 @@ def by_hand(model, tokens):
         qkv = x @ layer.attn.c_attn.weight.T + layer.attn.c_attn.bias
         mixed = torch.zeros_like(x)
         for h in range(config.heads):
-            q, k, v = (qkv[..., n * config.width + h * dh : n * config.width + (h + 1) * dh] for n in range(3))
+            q, k, v = (
+                qkv[..., n * config.width + h * dh : n * config.width + (h + 1) * dh]
+                for n in range(3)
+            )
             for i in range(x.shape[1]):
                 scores = (q[:, i, None] * k[:, : i + 1]).sum(-1) / math.sqrt(dh)
                 weights = scores.softmax(-1) if config.attention == "softmax" else scores
@@ -83,7 +90,11 @@ def by_hand(model, tokens):
 
     def mlp(layer, x):
         hidden = x @ layer.mlp.c_fc.weight.T + layer.mlp.c_fc.bias
-        gelu = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        gelu = (
+            0.5
+            * hidden
+            * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        )
         return gelu @ layer.mlp.c_proj.weight.T + layer.mlp.c_proj.bias
 
     for layer in model.h:
@@ -112,7 +123,10 @@ def test_options_by_hand(norm, attention):
 def test_blocks_are_found_with_every_norm(norm, count):
     model = GPT2(GPT2Config(19, 8, 16, 2, 2, norm=norm, attention="linear"))
     blocks = blockopt.find_blocks(model)
-    assert sum(entry.roles == ("norm",) for name, entry in blocks.items() if name.endswith("weight")) == count
+    assert (
+        sum(entry.roles == ("norm",) for name, entry in blocks.items() if name.endswith("weight"))
+        == count
+    )
     assert blocks["h.0.attn.c_attn.weight"].roles == ("query", "key", "value")
     blockopt.BlockMuon(blockopt.param_groups(model), lr=1e-3)
 

@@ -13,11 +13,22 @@ import transformers
 import blockopt
 from recipes.common import optimizers
 from recipes.common.gpt2 import GPT2, to_huggingface
-from recipes.common.optimizers import NAMES, OURS, build_optimizer, check_optimizer, hessian_diagonal, take_step
+from recipes.common.optimizers import (
+    NAMES,
+    OURS,
+    build_optimizer,
+    check_optimizer,
+    hessian_diagonal,
+    take_step,
+)
 from tests.helpers.optimizers import TINY, tiny_gpt, token_loss
 
 DECOUPLED = (*OURS, "adamw", "muon", "adam-mini", "soap", "sophia", "schedulefree")
-BY_NAME = [n for n, c in vars(torch_optimizer).items() if optimizers._is_optimizer(c) and n not in optimizers.NOT_BY_NAME]
+BY_NAME = [
+    n
+    for n, c in vars(torch_optimizer).items()
+    if optimizers._is_optimizer(c) and n not in optimizers.NOT_BY_NAME
+]
 
 
 def build(name, model, **options):
@@ -82,7 +93,9 @@ def test_each_of_torch_optimizer_trains_and_resumes(name):
         other.load_state_dict(model.state_dict())
         resumed = build_optimizer(f"torch_optimizer:{name}", other, 1e-2, weight_decay=0.3)
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert train(other, resumed, steps=2) == pytest.approx(train(model, optimizer, steps=2), rel=1e-5)
+        assert train(other, resumed, steps=2) == pytest.approx(
+            train(model, optimizer, steps=2), rel=1e-5
+        )
     assert losses[-1] < losses[0]
 
 
@@ -100,7 +113,9 @@ def test_decay_alone_shrinks_matrices_by_the_same_factor(name):
         optimizer.eval()
     for n, p in model.named_parameters():
         factor = 1 - 1e-2 * 0.5 if p.ndim == 2 else 1.0
-        torch.testing.assert_close(p.detach(), before[n] * factor, rtol=1e-5, atol=1e-7, msg=lambda t, n=n: f"{n}: {t}")
+        torch.testing.assert_close(
+            p.detach(), before[n] * factor, rtol=1e-5, atol=1e-7, msg=lambda t, n=n: f"{n}: {t}"
+        )
 
 
 def test_ours_equals_torch():
@@ -114,8 +129,16 @@ def test_muon_is_the_two_of_torch():
     together = build_optimizer("muon", one, 1e-2, weight_decay=0.2)
     inside = {n: p for n, p in two.named_parameters() if p.ndim == 2 and n.startswith("h.")}
     rest = {n: p for n, p in two.named_parameters() if n not in inside}
-    muon = torch.optim.Muon(inside.values(), lr=1e-2, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    groups = [{"params": [p for p in rest.values() if (p.ndim == 2) == decay], "weight_decay": 0.2 * decay} for decay in (1, 0)]
+    muon = torch.optim.Muon(
+        inside.values(), lr=1e-2, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    groups = [
+        {
+            "params": [p for p in rest.values() if (p.ndim == 2) == decay],
+            "weight_decay": 0.2 * decay,
+        }
+        for decay in (1, 0)
+    ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     for step in range(6):
         if step == 3:
@@ -129,10 +152,14 @@ def test_muon_is_the_two_of_torch():
             for optimizer in both:
                 optimizer.step()
     for (name, p), q in zip(one.named_parameters(), two.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
+        torch.testing.assert_close(
+            p, q, rtol=1e-5, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}"
+        )
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adam-mini", "torch_optimizer:Yogi", "block-muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "sgd", "muon", "adam-mini", "torch_optimizer:Yogi", "block-muon"]
+)
 def test_block_lr_can_be_attached(name):
     model = tiny_gpt()
     optimizer = build_optimizer(name, model, 1e-2, curvature="gradient")
@@ -147,7 +174,11 @@ def test_adam_mini_has_one_second_moment_a_head():
     model = tiny_gpt()
     optimizer = build_optimizer("adam-mini", model, 1e-2)
     train(model, optimizer, steps=1)
-    sizes = {name: optimizer.state[p]["vmean"].numel() for name, p in model.named_parameters() if "vmean" in optimizer.state[p]}
+    sizes = {
+        name: optimizer.state[p]["vmean"].numel()
+        for name, p in model.named_parameters()
+        if "vmean" in optimizer.state[p]
+    }
     assert sizes["h.0.attn.c_attn.weight"] == 3 * TINY.heads
     assert sizes["h.0.attn.c_proj.weight"] == TINY.width
     assert sizes["h.1.mlp.c_fc.weight"] == 4 * TINY.width
@@ -155,8 +186,15 @@ def test_adam_mini_has_one_second_moment_a_head():
 
 
 def test_adam_mini_takes_the_sizes_of_huggingface():
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=19, num_key_value_heads=2, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=19, num_key_value_heads=2, **sizes)
+    )
     optimizer = build_optimizer("adam-mini", llama, 1e-2)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     llama(input_ids=tokens, labels=tokens).loss.backward()
@@ -178,7 +216,8 @@ def test_hessian_diagonal_on_average_of_a_model():
     name, weight = "h.0.attn.c_proj.bias", model.h[0].attn.c_proj.bias
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         exact = torch.autograd.functional.hessian(
-            lambda b: torch.func.functional_call(model, {name: b}, (TOKENS[:, :-1], TOKENS[:, 1:])), weight.detach()
+            lambda b: torch.func.functional_call(model, {name: b}, (TOKENS[:, :-1], TOKENS[:, 1:])),
+            weight.detach(),
         ).diagonal()
     torch.manual_seed(0)
     loss = lambda: model(TOKENS[:, :-1], TOKENS[:, 1:])  # noqa: E731
@@ -193,7 +232,11 @@ TOKENS = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("name", "package"),
     [
-        *(("adam-mini", "adam-mini"), ("soap", "pytorch-optimizer"), ("sophia", "pytorch-optimizer")),
+        *(
+            ("adam-mini", "adam-mini"),
+            ("soap", "pytorch-optimizer"),
+            ("sophia", "pytorch-optimizer"),
+        ),
         *(("schedulefree", "schedulefree"), ("torch_optimizer:Yogi", "torch-optimizer")),
     ],
 )

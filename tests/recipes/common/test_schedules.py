@@ -26,13 +26,19 @@ def test_doctests():
 
 
 def test_cosine_equals_torch():
-    expected = of_torch(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20, eta_min=0.1), 20)
-    assert [schedule("cosine", step, 20, final=0.1) for step in range(20)] == pytest.approx(expected)
+    expected = of_torch(
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20, eta_min=0.1), 20
+    )
+    assert [schedule("cosine", step, 20, final=0.1) for step in range(20)] == pytest.approx(
+        expected
+    )
 
 
 def test_linear_equals_torch():
     expected = of_torch(lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.25, 20), 20)
-    assert [schedule("linear", step, 20, final=0.25) for step in range(20)] == pytest.approx(expected)
+    assert [schedule("linear", step, 20, final=0.25) for step in range(20)] == pytest.approx(
+        expected
+    )
 
 
 def test_wsd_is_flat_then_a_line():
@@ -51,13 +57,17 @@ def test_all_rise_to_one_and_never_rise_again(name, steps, warmup):
     assert after[0] == 1
     assert all(a >= b > 0 for a, b in itertools.pairwise(after))
     assert max(factors) == 1
-    assert schedule(name, steps, steps, warmup=warmup) == pytest.approx(1 if name == "constant" else 0, abs=1e-15)
+    assert schedule(name, steps, steps, warmup=warmup) == pytest.approx(
+        1 if name == "constant" else 0, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_final_is_reached(name):
     assert schedule(name, 30, 30, warmup=3, final=0.1) == pytest.approx(0.1)
-    assert schedule(name, 300, 30, warmup=3, final=0.1) == pytest.approx(0.1)  # and stays, beyond the end
+    assert schedule(name, 300, 30, warmup=3, final=0.1) == pytest.approx(
+        0.1
+    )  # and stays, beyond the end
 
 
 def test_a_schedule_has_no_state():

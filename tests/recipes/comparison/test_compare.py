@@ -45,10 +45,16 @@ def made_up(config):
     """A loss that is lowest at lr 0.05, falls with the number of steps, and depends on arm and seed."""
     values = dict(config.values)
     if config.arm == "sgd" and values["lr"] > 1:
-        return RunResult(final=math.inf, diverged="step 3: the loss is nan", seconds=1.0, header={"git": "x"})
-    gain = {"block-muon": -0.3, "adamw": 0.0, "sgd": 0.4}.get(config.arm, 0.01 * math.sin(config.seed))
+        return RunResult(
+            final=math.inf, diverged="step 3: the loss is nan", seconds=1.0, header={"git": "x"}
+        )
+    gain = {"block-muon": -0.3, "adamw": 0.0, "sgd": 0.4}.get(
+        config.arm, 0.01 * math.sin(config.seed)
+    )
     loss = 3 + gain - 0.2 * math.log2(config.steps / 100) + 0.1 * math.log(values["lr"] / 0.05) ** 2
-    loss += 0.05 * math.sin(12.9 * config.seed) + 0.004 * math.sin(config.seed * 7.1 + len(config.arm))
+    loss += 0.05 * math.sin(12.9 * config.seed) + 0.004 * math.sin(
+        config.seed * 7.1 + len(config.arm)
+    )
     scales = [(step, {"query": 2.0, "norm": 0.5}) for step in (1, 6)] if "+" in config.arm else []
     losses = [loss + 3 / step for step in range(1, config.steps + 1)]
     evaluations = round(1.5 * config.steps) if "+" in config.arm else config.steps
@@ -75,7 +81,10 @@ def test_tuning_and_test_seeds_differ_and_lengths_have_runs_of_their_own():
     for arm in study.arms:
         assert sum(config.arm == arm for config in tuning) == study.budget
         assert sum(config.arm == arm for config in done) == study.runs_per_arm()
-        seeds = {steps: {c.seed for c in tests if c.arm == arm and c.steps == steps} for steps in (50, 100, 200)}
+        seeds = {
+            steps: {c.seed for c in tests if c.arm == arm and c.steps == steps}
+            for steps in (50, 100, 200)
+        }
         assert seeds[100] == set(range(TEST_SEED, TEST_SEED + 4))
         assert seeds[50] == seeds[200] == {1, 2}
         assert len({config.values for config in tests if config.arm == arm}) == 1
@@ -114,7 +123,12 @@ def test_a_failed_run_is_named():
 def weighted_mean_of_logs(scales, model):
     blocks, parameters = blockopt.find_blocks(model), dict(model.named_parameters())
     logs = torch.cat([scales[name].double().log() for name in blocks])
-    sizes = torch.cat([block_numel(tuple(parameters[name].shape), entry.split).double() for name, entry in blocks.items()])
+    sizes = torch.cat(
+        [
+            block_numel(tuple(parameters[name].shape), entry.split).double()
+            for name, entry in blocks.items()
+        ]
+    )
     return float(logs @ sizes / sizes.sum())
 
 
@@ -128,7 +142,9 @@ def test_controls_keep_the_geometric_mean(control, seed):
     if control == "inverted":
         products = torch.cat([scales[name] * changed[name] for name in scales])
         assert torch.allclose(products, products[0].expand_as(products), rtol=1e-5)
-        assert float(products.max()) != pytest.approx(float(torch.cat(list(scales.values())).max()) ** 2)
+        assert float(products.max()) != pytest.approx(
+            float(torch.cat(list(scales.values())).max()) ** 2
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -140,11 +156,16 @@ def test_shuffling_gives_every_role_the_value_of_another(seed):
     model = GPT2(MODEL)
     blocks = blockopt.find_blocks(model)
     labels = sorted({role for entry in blocks.values() for role in entry.roles})
-    values = {n: torch.tensor([1.0 + labels.index(r) for r in entry.block_roles]) for n, entry in blocks.items()}
+    values = {
+        n: torch.tensor([1.0 + labels.index(r) for r in entry.block_roles])
+        for n, entry in blocks.items()
+    }
     shuffled = shuffle_roles(values, model, seed)
     expected = role_cycle_of_model(blocks, seed)
     for name, entry in blocks.items():
-        assert shuffled[name].tolist() == pytest.approx([1.0 + labels.index(expected[r]) for r in entry.block_roles])
+        assert shuffled[name].tolist() == pytest.approx(
+            [1.0 + labels.index(expected[r]) for r in entry.block_roles]
+        )
 
 
 def role_cycle_of_model(blocks, seed):
@@ -153,11 +174,15 @@ def role_cycle_of_model(blocks, seed):
 
 
 @pytest.mark.filterwarnings("ignore:Curvature not positive")
-@pytest.mark.parametrize("arm", ["block-adamw+newton", "block-adamw+newton-shuffled", "block-adamw+newton-inverted"])
+@pytest.mark.parametrize(
+    "arm", ["block-adamw+newton", "block-adamw+newton-shuffled", "block-adamw+newton-inverted"]
+)
 def test_scales_of_a_run_keep_the_geometric_mean_and_controls_differ(arm):
     torch.manual_seed(0)
     model = GPT2(MODEL)
-    training = build(ARMS[arm], model, {"lr": 3e-3, "power": -0.5, "weight_decay": 0.1}, steps=4, seed=0)
+    training = build(
+        ARMS[arm], model, {"lr": 3e-3, "power": -0.5, "weight_decay": 0.1}, steps=4, seed=0
+    )
     tokens = torch.randint(256, (4, 17))
     for _ in range(4):
         model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -187,14 +212,24 @@ def test_free_ratios_reach_the_groups_they_are_for():
 
 def test_values_of_another_arm_are_refused():
     with pytest.raises(ValueError, match="power"):
-        build(ARMS["block-adamw+newton"], GPT2(MODEL), {"lr": 1e-3, "weight_decay": 0.1}, steps=10, seed=0)
+        build(
+            ARMS["block-adamw+newton"],
+            GPT2(MODEL),
+            {"lr": 1e-3, "weight_decay": 0.1},
+            steps=10,
+            seed=0,
+        )
 
 
 @pytest.fixture(scope="module")
 def comparison():
-    study = study_of("adamw", "sgd", "block-muon", "block-adamw+newton", "block-adamw+newton-shuffled", budget=8)
+    study = study_of(
+        "adamw", "sgd", "block-muon", "block-adamw+newton", "block-adamw+newton-shuffled", budget=8
+    )
     outcomes = outcomes_of(study)
-    return compared(study, outcomes, {"soap": "Optimizer 'soap' needs the package pytorch-optimizer."})
+    return compared(
+        study, outcomes, {"soap": "Optimizer 'soap' needs the package pytorch-optimizer."}
+    )
 
 
 def test_rows_hold_what_was_put_in(comparison):
@@ -202,7 +237,8 @@ def test_rows_hold_what_was_put_in(comparison):
     muon, adamw, sgd = (comparison.row(name) for name in ("block-muon", "adamw", "sgd"))
     assert muon.verdict == "better"
     assert muon.difference.mean == pytest.approx(-0.3, abs=0.05)
-    # 0.3 lower, where a factor of 2 in steps gives 0.2: a part 2^-1.5 of the steps, below the shortest runs
+    # 0.3 lower, where a factor of 2 in steps gives 0.2: a part 2^-1.5 of the steps, below the
+    # shortest runs
     assert (muon.steps.part, muon.steps.kind) == (pytest.approx(0.5), "before")
     newton = comparison.row("block-adamw+newton")
     assert newton.evaluations.part == pytest.approx(1.5 * newton.steps.part)
@@ -231,14 +267,26 @@ def test_the_words_name_winners_and_losers(comparison):
 
 
 def test_the_words_hold_controls_rounding_and_the_correction_for_many_comparisons():
-    study = study_of("adamw", "sgd", "block-muon", "block-adamw", "block-adamw+newton", "block-adamw+newton-inverted")
+    study = study_of(
+        "adamw",
+        "sgd",
+        "block-muon",
+        "block-adamw",
+        "block-adamw+newton",
+        "block-adamw+newton-inverted",
+    )
     comparison = compared(study, outcomes_of(study), {})
     said = " ".join(sentences(comparison))
-    assert "Scales in the wrong places, against the measured ones: block-adamw+newton-inverted" in said
+    assert (
+        "Scales in the wrong places, against the measured ones: block-adamw+newton-inverted" in said
+    )
     assert "Scales from curvature, against all scales 1: block-adamw+newton" in said
     assert "the difference is rounding: block-adamw against adamw" in said
     assert comparison.sure() == ["block-muon", "sgd"] or comparison.sure() == ["sgd", "block-muon"]
-    assert "Of these differences, all stand when corrected (Holm) for 5 comparisons with AdamW." in said
+    assert (
+        "Of these differences, all stand when corrected (Holm) for 5 comparisons with AdamW."
+        in said
+    )
 
 
 def test_a_control_takes_the_tuned_power_of_its_base_and_tunes_its_learning_rate_alone():
@@ -247,7 +295,10 @@ def test_a_control_takes_the_tuned_power_of_its_base_and_tunes_its_learning_rate
     def submit(config):
         asked.append(config)
         future = Future()
-        loss = made_up(config).final + 0.1 * math.log(dict(config.values).get("power", -1) / -0.125) ** 2
+        loss = (
+            made_up(config).final
+            + 0.1 * math.log(dict(config.values).get("power", -1) / -0.125) ** 2
+        )
         future.set_result(replace(made_up(config), final=loss))
         return future
 
@@ -263,7 +314,11 @@ def test_a_control_takes_the_tuned_power_of_its_base_and_tunes_its_learning_rate
 def test_runs_that_diverge_now_and_then_are_counted():
     def submit(config):
         future, result = Future(), made_up(config)
-        if config.arm == "block-muon" and config.purpose == "test" and (config.seed, config.steps) in {(1, 100), (2, 200)}:
+        if (
+            config.arm == "block-muon"
+            and config.purpose == "test"
+            and (config.seed, config.steps) in {(1, 100), (2, 200)}
+        ):
             result = RunResult(diverged="step 7", gradient_evaluations=7, seconds=1.0, header={})
         future.set_result(result)
         return future
@@ -273,14 +328,18 @@ def test_runs_that_diverge_now_and_then_are_counted():
     row = comparison.row("block-muon")
     assert (row.diverged, row.tests, row.verdict) == (2, 8, "diverged")
     assert "Diverged: block-muon (2 of 8 test runs)." in sentences(comparison)
-    assert row.evaluations == row.steps  # a run that died at its 7th gradient still counts as one of its length
+    assert (
+        row.evaluations == row.steps
+    )  # a run that died at its 7th gradient still counts as one of its length
 
 
 def test_without_a_baseline_nothing_is_claimed():
     def submit(config):
         future = Future()
         lost = config.arm == "adamw" and config.purpose == "test" and config.seed == 1
-        future.set_result(RunResult(diverged="step 1", seconds=1.0, header={}) if lost else made_up(config))
+        future.set_result(
+            RunResult(diverged="step 1", seconds=1.0, header={}) if lost else made_up(config)
+        )
         return future
 
     study = study_of("adamw", "block-muon")
@@ -352,14 +411,21 @@ def test_presets_are_sound():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"steps": 0}, "steps=0"), ({"lengths": (0.5,)}, "hold 1"), ({"arms": ("adam",)}, "adam"), ({"budget": 0}, "budget=0")],
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"lengths": (0.5,)}, "hold 1"),
+        ({"arms": ("adam",)}, "adam"),
+        ({"budget": 0}, "budget=0"),
+    ],
 )
 def test_bad_studies_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(study_of("adamw"), **changes)
 
 
-@pytest.mark.parametrize("flags", [["--arms", "adam"], ["--seeds", "0"], ["--workers", "0"], ["--preset", "huge"]])
+@pytest.mark.parametrize(
+    "flags", [["--arms", "adam"], ["--seeds", "0"], ["--workers", "0"], ["--preset", "huge"]]
+)
 def test_bad_flags_are_refused_at_once(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
     with pytest.raises(SystemExit) as stop:
@@ -375,7 +441,9 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     flags += ["--data", str(tmp_path / "text.txt"), "--cache", str(tmp_path / "cache")]
     command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *flags]
     killed = tmp_path / "killed"
-    process = subprocess.Popen([*command, "--out", str(killed)], stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, "--out", str(killed)], stdout=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 300
     while len(list((killed / "runs").glob("*.jsonl"))) < 3:
         assert process.poll() is None
@@ -393,14 +461,21 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     assert paths == sorted(path.name for path in (killed / "runs").glob("*"))
     assert len(paths) == 2 * studies[0].runs_per_arm() == 18
     for name in paths:
-        assert without_times(killed / "runs" / name) == without_times(tmp_path / "whole" / "runs" / name)
-        assert before.get(name, (killed / "runs" / name).read_bytes()) == (killed / "runs" / name).read_bytes()
+        assert without_times(killed / "runs" / name) == without_times(
+            tmp_path / "whole" / "runs" / name
+        )
+        assert (
+            before.get(name, (killed / "runs" / name).read_bytes())
+            == (killed / "runs" / name).read_bytes()
+        )
 
 
 def without_times(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0].pop("git")  # someone may commit while the tests run
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines
+    ]
 
 
 def test_workers_must_be_at_least_one(tmp_path):

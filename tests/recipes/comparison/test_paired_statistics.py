@@ -25,7 +25,9 @@ def test_student_agrees_with_scipy(degrees):
         assert student_cdf(t, degrees) == pytest.approx(scipy.stats.t.cdf(t, degrees), abs=1e-14)
     for probability in (0.005, 0.3, 0.5, 0.9, 0.975, 0.999):
         expected = scipy.stats.t.ppf(probability, degrees)
-        assert student_quantile(probability, degrees) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+        assert student_quantile(probability, degrees) == pytest.approx(
+            expected, rel=1e-10, abs=1e-10
+        )
 
 
 def test_estimate_agrees_with_scipy():
@@ -65,13 +67,24 @@ def test_p_values_are_those_of_scipy():
     generator = random.Random(0)
     for count in (2, 3, 5, 9):
         values = [generator.gauss(0.3, 1) for _ in range(count)]
-        assert p_value(estimate(values)) == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-9)
-    assert p_value(estimate([1.0])) == p_value(estimate([math.inf, 1.0])) == p_value(estimate([0.0, 0.0])) == 1
+        assert p_value(estimate(values)) == pytest.approx(
+            scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-9
+        )
+    assert (
+        p_value(estimate([1.0]))
+        == p_value(estimate([math.inf, 1.0]))
+        == p_value(estimate([0.0, 0.0]))
+        == 1
+    )
     assert p_value(estimate([1.0, 1.0])) == 0
 
 
 def test_holm_is_between_no_correction_and_bonferroni():
-    assert holm({"a": 0.01, "b": 0.02, "c": 0.04}) == ["a", "b", "c"]  # Bonferroni would keep "a" alone
+    assert holm({"a": 0.01, "b": 0.02, "c": 0.04}) == [
+        "a",
+        "b",
+        "c",
+    ]  # Bonferroni would keep "a" alone
     assert holm({"a": 0.02, "b": 0.02, "c": 0.02}) == []
     assert holm({}) == []
 
@@ -87,7 +100,10 @@ def test_targets_outside_of_the_lengths_are_said_so():
     losses = {100: 4.0, 200: 3.0}
     assert steps_to_target(losses, 2.0) == (200, "after")
     assert steps_to_target(losses, 5.0) == (100, "before")
-    assert steps_to_target({100: math.inf, 200: 3.0}, 3.5) == (200, "before")  # the shorter run diverged: a bound
+    assert steps_to_target({100: math.inf, 200: 3.0}, 3.5) == (
+        200,
+        "before",
+    )  # the shorter run diverged: a bound
     assert steps_to_target({100: math.inf, 200: math.inf}, 3.5) == (200, "after")
 
 

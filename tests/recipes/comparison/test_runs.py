@@ -29,17 +29,23 @@ def data(tmp_path_factory):
 
 def starts(arm, **changes):
     spaces = (ARMS[arm].space, () if ARMS[arm].base is None else ARMS[ARMS[arm].base].space)
-    return tuple(sorted(({axis.name: axis.start for space in spaces for axis in space} | changes).items()))
+    return tuple(
+        sorted(({axis.name: axis.start for space in spaces for axis in space} | changes).items())
+    )
 
 
 def config_of(data, arm="adamw", *, seed=1, steps=3, **changes):
-    return RunConfig(arm, starts(arm, **changes), seed, steps, MODEL, data, batch_size=4, evaluation=2)
+    return RunConfig(
+        arm, starts(arm, **changes), seed, steps, MODEL, data, batch_size=4, evaluation=2
+    )
 
 
 def lines_without_times(path):
     """What must not depend on when and where a run was done."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines
+    ]
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -58,9 +64,13 @@ def test_a_run_gives_the_same_numbers_again_and_is_done_once(data, tmp_path, mon
     config = config_of(data, "block-adamw+newton")
     first = run_once(config, tmp_path / "a", provenance())
     run_once(config, tmp_path / "b", provenance())
-    assert lines_without_times(path_of(tmp_path / "a", config)) == lines_without_times(path_of(tmp_path / "b", config))
+    assert lines_without_times(path_of(tmp_path / "a", config)) == lines_without_times(
+        path_of(tmp_path / "b", config)
+    )
     monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("a finished run was done again"))
-    assert run_once(config, tmp_path / "a", provenance()) == first == finished(tmp_path / "a", config)
+    assert (
+        run_once(config, tmp_path / "a", provenance()) == first == finished(tmp_path / "a", config)
+    )
 
 
 def test_the_file_says_what_was_run(data, tmp_path):
@@ -77,7 +87,10 @@ def test_the_file_says_what_was_run(data, tmp_path):
 
 
 def test_arms_with_one_seed_see_the_same_weights_and_batches(data, tmp_path):
-    first = [run_once(config_of(data, arm, steps=2), tmp_path, {}).losses[0] for arm in ("sgd", "adamw", "block-muon")]
+    first = [
+        run_once(config_of(data, arm, steps=2), tmp_path, {}).losses[0]
+        for arm in ("sgd", "adamw", "block-muon")
+    ]
     assert len(set(first)) == 1
     other = run_once(config_of(data, "adamw", seed=2, steps=2), tmp_path, {}).losses[0]
     assert other != first[0]
@@ -167,7 +180,9 @@ def test_a_run_that_is_cut_off_goes_on_where_it_was(arm, data, tmp_path, monkeyp
     taken[:] = [1, 1]  # two more steps are all that is left
     run_once(config, tmp_path / "cut", {})
     assert len(taken) == 4
-    assert lines_without_times(path_of(tmp_path / "cut", config)) == lines_without_times(path_of(tmp_path / "whole", config))
+    assert lines_without_times(path_of(tmp_path / "cut", config)) == lines_without_times(
+        path_of(tmp_path / "whole", config)
+    )
     assert [path.name for path in (tmp_path / "cut").iterdir()] == [f"{config.key}.jsonl"]
 
 
@@ -184,7 +199,14 @@ def test_a_run_whose_checkpoints_are_broken_starts_again(data, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("arm", "lr"), [("sgd", 1e12), ("adamw", 1e30), ("block-sgd", 1e12), ("block-adamw+newton", 1e30), ("block-muon", 1e30)]
+    ("arm", "lr"),
+    [
+        ("sgd", 1e12),
+        ("adamw", 1e30),
+        ("block-sgd", 1e12),
+        ("block-adamw+newton", 1e30),
+        ("block-muon", 1e30),
+    ],
 )
 def test_a_run_that_diverges_is_a_result(arm, lr, data, tmp_path):
     config = config_of(data, arm, steps=8, lr=lr)
@@ -197,7 +219,9 @@ def test_a_run_that_diverges_is_a_result(arm, lr, data, tmp_path):
 
 
 def test_an_error_of_the_program_is_not_taken_for_divergence(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_loop, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match")))
+    monkeypatch.setattr(
+        run_loop, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match"))
+    )
     with pytest.raises(RuntimeError, match="shapes"):
         run_once(config_of(data), tmp_path, {})
     assert list(tmp_path.iterdir()) == []

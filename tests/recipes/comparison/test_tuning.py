@@ -67,7 +67,9 @@ def test_late_axes_wait_for_the_finer_learning_rate():
         return math.log(values["lr"] / 1e-3) ** 2 + math.log(values["power"] / -0.5) ** 2
 
     searched(loss, [Axis("lr", 1e-3), Axis("power", -0.5), Axis("decay", 0.1, late=True)], 9)
-    changed = ["".join(name[0] for name in values if values[name] != seen[0][name]) for values in seen]
+    changed = [
+        "".join(name[0] for name in values if values[name] != seen[0][name]) for values in seen
+    ]
     assert changed == ["", "l", "l", "p", "p", "l", "l", "d", "d"]
     assert seen[5]["lr"] == pytest.approx(5e-4)
 

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 import recipes.data.token_data
-from recipes.data.token_data import add_data_arguments, default_cache, load_data, load_from_arguments
+from recipes.data.token_data import (
+    add_data_arguments,
+    default_cache,
+    load_data,
+    load_from_arguments,
+)
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.usefixtures("own_folders")
@@ -47,7 +52,8 @@ def forbid_writing(monkeypatch):
     monkeypatch.setattr(recipes.data.token_data, "write_tokens", fail)
 
 
-# --- found again -------------------------------------------------------------------------------------------------------------
+# --- found again
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_load_reads_the_same_tokens(corpus, cache, monkeypatch):
@@ -74,14 +80,23 @@ def test_another_text_of_the_same_size_and_time_is_other_data(corpus, cache):
     text = corpus.read_text().replace("line 7 ", "like 7 ")
     corpus.write_text(text)
     os.utime(corpus, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (corpus.stat().st_size, corpus.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert (corpus.stat().st_size, corpus.stat().st_mtime_ns) == (
+        before.st_size,
+        before.st_mtime_ns,
+    )
     second = load(corpus, cache)
     assert second.key != first.key
     assert second.decode(second.train).startswith(text[:1000])
 
 
 @pytest.mark.parametrize(
-    "options", [{"validation_fraction": 0.1}, {"max_tokens": 500}, {"tokenizer": "bytes"}, {"text_column": "body"}]
+    "options",
+    [
+        {"validation_fraction": 0.1},
+        {"max_tokens": 500},
+        {"tokenizer": "bytes"},
+        {"text_column": "body"},
+    ],
 )
 def test_other_settings_are_other_data(options, corpus, cache):
     assert load(corpus, cache, **options).key != load(corpus, cache).key
@@ -113,7 +128,8 @@ def test_the_default_folder_follows_the_variable(monkeypatch, tmp_path):
     assert default_cache() == Path.home() / ".cache" / "blockopt"
 
 
-# --- damage ------------------------------------------------------------------------------------------------------------------
+# --- damage
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def truncate(path):
@@ -146,13 +162,19 @@ def test_damage_is_seen_said_and_repaired(name, damage, corpus, cache, capsys):
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(corpus, cache):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # the kernel refuses to write more to a file
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2000, limits[1])
+    )  # the kernel refuses to write more to a file
     try:
-        with pytest.raises(OSError, match=r"The disk is full .*Cannot write tokens to .*BLOCKOPT_CACHE"):
+        with pytest.raises(
+            OSError, match=r"The disk is full .*Cannot write tokens to .*BLOCKOPT_CACHE"
+        ):
             load(corpus, cache)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in (cache / "tokens").iterdir() if not path.name.endswith(".lock")] == []
+    assert [
+        path.name for path in (cache / "tokens").iterdir() if not path.name.endswith(".lock")
+    ] == []
     assert len(load(corpus, cache).train) > 1000
 
 
@@ -188,12 +210,23 @@ def until(condition, seconds=60):
         time.sleep(0.01)
 
 
-def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(corpus, cache, tmp_path):
+def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(
+    corpus, cache, tmp_path
+):
     cache.mkdir()
     processes = {}
     for name in ("first", "second", "third"):
-        command = [sys.executable, "-c", WORKER.format(root=str(ROOT)), str(corpus), str(cache), str(tmp_path / name)]
-        processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            WORKER.format(root=str(ROOT)),
+            str(corpus),
+            str(cache),
+            str(tmp_path / name),
+        ]
+        processes[name] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     try:
         until((tmp_path / "first.writing").exists)
         assert (cache / "tokens" / ".key.part" / "train.bin").exists()
@@ -217,7 +250,8 @@ def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(co
         assert (cache / "tokens" / "key" / name).read_bytes() == (expected / name).read_bytes()
 
 
-# --- the hub -----------------------------------------------------------------------------------------------------------------
+# --- the hub
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -241,14 +275,20 @@ def hub(monkeypatch):
     def load_dataset(name, config, *, revision, streaming):
         assert (name, config, revision) == ("someone/stories", "short", hub["revision"])
         assert hub["online"]  # it would try for half a minute
-        sizes = {"train": (0, 10_000)} | ({"validation": (10_000, 10_010)} if hub["validation"] else {})
+        sizes = {"train": (0, 10_000)} | (
+            {"validation": (10_000, 10_010)} if hub["validation"] else {}
+        )
         if streaming:
             parts = {
-                part: datasets.IterableDataset.from_generator(rows, gen_kwargs={"start": a, "stop": b})
+                part: datasets.IterableDataset.from_generator(
+                    rows, gen_kwargs={"start": a, "stop": b}
+                )
                 for part, (a, b) in sizes.items()
             }
             return datasets.IterableDatasetDict(parts)
-        return datasets.DatasetDict({part: datasets.Dataset.from_list(list(rows(a, b))) for part, (a, b) in sizes.items()})
+        return datasets.DatasetDict(
+            {part: datasets.Dataset.from_list(list(rows(a, b))) for part, (a, b) in sizes.items()}
+        )
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -256,7 +296,9 @@ def hub(monkeypatch):
 
 
 def load_stories(cache, **options):
-    return load_data("someone/stories:short", tokenizer="bytes", text_column="story", cache=cache, **options)
+    return load_data(
+        "someone/stories:short", tokenizer="bytes", text_column="story", cache=cache, **options
+    )
 
 
 def test_hub_data_keep_their_validation_part_and_work_offline_afterwards(hub, cache):
@@ -268,7 +310,10 @@ def test_hub_data_keep_their_validation_part_and_work_offline_afterwards(hub, ca
     again = load_stories(cache)
     assert again.key == data.key
     assert torch.equal(again.train, data.train)
-    with pytest.raises(ConnectionError, match=r"Cannot reach the Hugging Face hub .*Prepare it once.*Possible are: 'stdlib'"):
+    with pytest.raises(
+        ConnectionError,
+        match=r"Cannot reach the Hugging Face hub .*Prepare it once.*Possible are: 'stdlib'",
+    ):
         load_stories(cache, max_tokens=100)  # not prepared
 
 
@@ -292,35 +337,70 @@ def test_a_stream_is_read_no_further_than_needed(hub, cache, monkeypatch):
 
 
 def test_a_wrong_column_of_the_hub_is_said(hub, cache):
-    with pytest.raises(ValueError, match=r"No column 'text' in someone/stories:short. Those there are: 'story'"):
+    with pytest.raises(
+        ValueError, match=r"No column 'text' in someone/stories:short. Those there are: 'story'"
+    ):
         load_data("someone/stories:short", cache=cache)
 
 
 def test_offline_the_script_says_what_to_do_in_a_few_lines(cache, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    command = [sys.executable, ROOT / "recipes" / "prepare_data.py", "--cache", cache, "--data", "wikitext:wikitext-2-raw-v1"]
+    command = [
+        sys.executable,
+        ROOT / "recipes" / "prepare_data.py",
+        "--cache",
+        cache,
+        "--data",
+        "wikitext:wikitext-2-raw-v1",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: Cannot reach the Hugging Face hub for 'wikitext'")
     assert done.stderr.count("\n") == 1
 
 
-# --- wrong requests ----------------------------------------------------------------------------------------------------------
+# --- wrong requests
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
-        ("no/such/file.txt", {}, FileNotFoundError, r"No file or folder 'no/such/file.txt' in .*Possible are: 'stdlib'"),
+        (
+            "no/such/file.txt",
+            {},
+            FileNotFoundError,
+            r"No file or folder 'no/such/file.txt' in .*Possible are: 'stdlib'",
+        ),
         ("{tmp}/nothing/", {}, FileNotFoundError, "No file or folder"),
         ("{tmp}/*.parquet", {}, FileNotFoundError, "No file or folder"),
-        ("{tmp}/empty", {}, FileNotFoundError, r"No files in .*empty that end in one of .txt, .*.parquet"),
+        (
+            "{tmp}/empty",
+            {},
+            FileNotFoundError,
+            r"No files in .*empty that end in one of .txt, .*.parquet",
+        ),
         ("what is this?!", {}, FileNotFoundError, "Possible are"),
         ("what is this!", {}, ValueError, "Unknown data 'what is this!'. Possible are: 'stdlib'"),
-        ("addition:many", {}, ValueError, "Invalid data 'addition:many'. Must be addition:DIGITS with 1 to 17 digits"),
+        (
+            "addition:many",
+            {},
+            ValueError,
+            "Invalid data 'addition:many'. Must be addition:DIGITS with 1 to 17 digits",
+        ),
         ("addition:18", {}, ValueError, "1 to 17 digits"),
-        ("addition:1", {"validation_fraction": 1e-6}, ValueError, "100 sums to train on and 0 held out.* raise max_tokens"),
-        ("{tmp}/rows.jsonl", {}, ValueError, "No column 'text' in .*rows.jsonl. Those there are: 'id', 'body'"),
+        (
+            "addition:1",
+            {"validation_fraction": 1e-6},
+            ValueError,
+            "100 sums to train on and 0 held out.* raise max_tokens",
+        ),
+        (
+            "{tmp}/rows.jsonl",
+            {},
+            ValueError,
+            "No column 'text' in .*rows.jsonl. Those there are: 'id', 'body'",
+        ),
         (
             "{tmp}/rows.jsonl",
             {"text_column": "id"},
@@ -328,28 +408,55 @@ def test_offline_the_script_says_what_to_do_in_a_few_lines(cache, tmp_path):
             "Column 'id' in .*rows.jsonl holds int, for example 0, not text",
         ),
         ("{tmp}/broken.jsonl", {}, ValueError, "Cannot read .*broken.jsonl"),
-        ("{tmp}/blank.txt", {}, ValueError, "Too little text in .*blank.txt': 0 tokens to train on, 0 held out"),
+        (
+            "{tmp}/blank.txt",
+            {},
+            ValueError,
+            "Too little text in .*blank.txt': 0 tokens to train on, 0 held out",
+        ),
         ("{tmp}/binary.txt", {}, ValueError, "binary.txt is no text file"),
-        ("stdlib", {"vocab_size": 256}, ValueError, "Invalid vocab_size=256. Must be >= 257 .*'bytes'"),
-        ("stdlib", {"validation_fraction": 0.0}, ValueError, "validation_fraction=0.0. Must be more than 0"),
+        (
+            "stdlib",
+            {"vocab_size": 256},
+            ValueError,
+            "Invalid vocab_size=256. Must be >= 257 .*'bytes'",
+        ),
+        (
+            "stdlib",
+            {"validation_fraction": 0.0},
+            ValueError,
+            "validation_fraction=0.0. Must be more than 0",
+        ),
         ("stdlib", {"max_tokens": 0}, ValueError, "max_tokens=0. Must be >= 1"),
         ("stdlib", {"tokenizer": "missing.json"}, FileNotFoundError, "No tokenizer 'missing.json'"),
         ("stdlib", {"tokenizer": "{tmp}/rows.jsonl"}, ValueError, "rows.jsonl is no tokenizer"),
-        ("stdlib", {"tokenizer": "endless.json"}, ValueError, "no token for the end of a text. Must have one of <|endoftext|>"),
+        (
+            "stdlib",
+            {"tokenizer": "endless.json"},
+            ValueError,
+            "no token for the end of a text. Must have one of <|endoftext|>",
+        ),
     ],
 )
 def test_wrong_requests(source, options, error, message, cache, tmp_path):
     import tokenizers
 
     (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"id": i, "body": "text"}) + "\n" for i in range(9)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"id": i, "body": "text"}) + "\n" for i in range(9))
+    )
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "not fi')
     (tmp_path / "blank.txt").write_text(" \n" * 100)
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     if options.get("tokenizer") == "endless.json":
-        tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "endless.json"))
+        tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(
+            str(tmp_path / "endless.json")
+        )
         options = {"tokenizer": "{tmp}/endless.json"}
-    options = {name: value.format(tmp=tmp_path) if isinstance(value, str) else value for name, value in options.items()}
+    options = {
+        name: value.format(tmp=tmp_path) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
     with pytest.raises(error, match=message.replace("<|endoftext|>", ".*")):
         load_data(source.format(tmp=tmp_path), cache=cache, **options)
 
@@ -358,7 +465,16 @@ def test_flags(cache, corpus, capsys):
     parser = argparse.ArgumentParser()
     add_data_arguments(parser)
     assert parser.parse_args([]).data == "stdlib"
-    flags = ["--data", str(corpus), "--vocab-size", "300", "--max-tokens", "2_000", "--cache", str(cache)]
+    flags = [
+        "--data",
+        str(corpus),
+        "--vocab-size",
+        "300",
+        "--max-tokens",
+        "2_000",
+        "--cache",
+        str(cache),
+    ]
     data = load_from_arguments(parser.parse_args([*flags, "--validation-fraction", "0.2"]))
     expected = load(corpus, cache, max_tokens=2000, validation_fraction=0.2)
     assert (data.key, len(data.train)) == (expected.key, 2000)

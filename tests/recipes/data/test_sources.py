@@ -54,7 +54,8 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text(encoding="utf-8") == "first é"
 
 
-# --- names -------------------------------------------------------------------------------------------------------------------
+# --- names
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_files_called_test_are_left_out_and_dev_is_held_out(folder, capsys):
@@ -64,7 +65,10 @@ def test_files_called_test_are_left_out_and_dev_is_held_out(folder, capsys):
     assert documents(data, "validation") == [f"row {i} of dev" for i in range(3)]
     assert {text.split()[-1] for text in documents(data, "train")} == {"train", "latest", "device"}
     said = capsys.readouterr().err
-    assert "held out by name: dev.jsonl; left out by name: part_test-2.jsonl, test.jsonl, test1.jsonl" in said
+    assert (
+        "held out by name: dev.jsonl; left out by name: part_test-2.jsonl, test.jsonl, test1.jsonl"
+        in said
+    )
 
 
 def test_a_test_file_that_is_asked_for_is_read(folder, capsys):
@@ -77,9 +81,21 @@ def test_a_test_file_that_is_asked_for_is_read(folder, capsys):
 
 def key_of_names_and_texts(folder):
     """The key of a folder, all of whose files have the same role."""
-    names = sorted((path.name for path in folder.iterdir()), key=lambda name: hashlib.sha256(name.encode()).digest())
-    pairs = [json.dumps([name, hashlib.sha256((folder / name).read_bytes()).hexdigest()]) for name in names]
-    settings = {"format": 1, "validation_fraction": 0.05, "max_tokens": None, "text_column": "text", "tokenizer": "bytes"}
+    names = sorted(
+        (path.name for path in folder.iterdir()),
+        key=lambda name: hashlib.sha256(name.encode()).digest(),
+    )
+    pairs = [
+        json.dumps([name, hashlib.sha256((folder / name).read_bytes()).hexdigest()])
+        for name in names
+    ]
+    settings = {
+        "format": 1,
+        "validation_fraction": 0.05,
+        "max_tokens": None,
+        "text_column": "text",
+        "tokenizer": "bytes",
+    }
     settings["content"] = hashlib.sha256("".join(pairs).encode()).hexdigest()
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -93,17 +109,22 @@ def test_what_is_held_out_by_name_is_part_of_the_key(folder):
     assert load(folder).key == key_of_names_and_texts(folder)
 
 
-# --- contents ----------------------------------------------------------------------------------------------------------------
+# --- contents
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_text_that_is_no_utf8_is_refused_with_its_place(folder):
     (folder / "good.txt").write_text("straße\n" * 20, encoding="utf-8")
     (folder / "old.txt").write_bytes(b"x" * 1234 + "Straße".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"old.txt is no UTF-8 text: byte 0xdf at 1,238. Convert it"):
+    with pytest.raises(
+        ValueError, match=r"old.txt is no UTF-8 text: byte 0xdf at 1,238. Convert it"
+    ):
         load(folder)
     (folder / "old.txt").unlink()
     (folder / "rows.jsonl").write_bytes('{"text": "Straße"}\n'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"Cannot read .*rows.jsonl: 'utf-8' codec can't decode byte 0xdf"):
+    with pytest.raises(
+        ValueError, match=r"Cannot read .*rows.jsonl: 'utf-8' codec can't decode byte 0xdf"
+    ):
         load(folder)
 
 
@@ -115,7 +136,9 @@ def test_empty_rows_files_are_no_rows(folder):
     write_rows(folder / "c.jsonl", [f"row {i}" for i in range(30)])
     (folder / "d.jsonl").write_text("\n\n")
     data = load(folder)
-    assert sorted(documents(data, "train") + documents(data, "validation")) == sorted(f"row {i}" for i in range(30))
+    assert sorted(documents(data, "train") + documents(data, "validation")) == sorted(
+        f"row {i}" for i in range(30)
+    )
 
 
 @pytest.mark.parametrize("text", [b"", b"PAR1 and then something else"])
@@ -123,7 +146,9 @@ def test_a_broken_parquet_file_is_named_among_others(text, folder):
     import datasets
 
     for name in "abcde":
-        datasets.Dataset.from_dict({"text": [f"{name} {i}" for i in range(9)]}).to_parquet(folder / f"{name}.parquet")
+        datasets.Dataset.from_dict({"text": [f"{name} {i}" for i in range(9)]}).to_parquet(
+            folder / f"{name}.parquet"
+        )
     (folder / "d.parquet").write_bytes(text)
     with pytest.raises(ValueError, match=r"Cannot read [^ ]*d.parquet: Parquet"):
         load(folder)
@@ -132,7 +157,11 @@ def test_a_broken_parquet_file_is_named_among_others(text, folder):
 def test_with_few_tokens_asked_for_something_is_still_held_out(folder, monkeypatch):
     """Though the training part is full long before the first such row, the last of all."""
     monkeypatch.setattr(recipes.data.tokens, "PIECE", 100)
-    rows = sorted((f"{i} " * 80 for i in range(25)), key=lambda row: hashlib.sha256(row.encode()).digest(), reverse=True)
+    rows = sorted(
+        (f"{i} " * 80 for i in range(25)),
+        key=lambda row: hashlib.sha256(row.encode()).digest(),
+        reverse=True,
+    )
     write_rows(folder / "rows.jsonl", rows)
     data = load(folder, max_tokens=60)
     assert len(data.train) == len(data.validation) == 60
@@ -159,8 +188,13 @@ def test_a_data_set_that_is_a_script_is_said(monkeypatch):
         raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
 
     info = argparse.Namespace(sha="a" * 40)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout=None: info)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout=None: info
+    )
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"Cannot load 'openwebtext'.* found openwebtext.py. Choose .*HuggingFaceFW/fineweb"):
+    with pytest.raises(
+        ValueError,
+        match=r"Cannot load 'openwebtext'.* found openwebtext.py. Choose .*HuggingFaceFW/fineweb",
+    ):
         load("openwebtext")
     assert not list((default_cache() / "tokens").glob("[!.]*"))

@@ -36,7 +36,9 @@ def poems(number, offset=0):
 
 
 def write_jsonl(path, texts, column="text"):
-    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts))
+    )
     return str(path)
 
 
@@ -52,24 +54,36 @@ def standard_library():
     """The modules, found in another way than in the recipe: {relative name: bytes}."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-    names = [p.relative_to(root) for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts)]
+    names = [
+        p.relative_to(root)
+        for p in root.rglob("*.py")
+        if not left_out & set(p.relative_to(root).parts)
+    ]
     return {name.as_posix(): (root / name).read_bytes() for name in names}
 
 
-@pytest.mark.parametrize("module", [recipes.data.token_data, recipes.common.files, recipes.data.sources, recipes.data.tokens])
+@pytest.mark.parametrize(
+    "module",
+    [recipes.data.token_data, recipes.common.files, recipes.data.sources, recipes.data.tokens],
+)
 def test_examples_in_docstrings(module):
     tested = doctest.testmod(module)
     assert tested.attempted > 0
     assert tested.failed == 0
 
 
-# --- sources -----------------------------------------------------------------------------------------------------------------
+# --- sources
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_module_of_the_standard_library_is_there_once_and_on_the_side_of_its_name(cache):
     data = load_data("stdlib", tokenizer="bytes", cache=cache)
     assert data.vocab_size == 256
-    modules = {name: text.decode(errors="replace") for name, text in standard_library().items() if text.strip()}
+    modules = {
+        name: text.decode(errors="replace")
+        for name, text in standard_library().items()
+        if text.strip()
+    }
     sides = {True: [], False: []}
     for name, text in modules.items():
         number = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
@@ -101,19 +115,29 @@ def test_the_same_documents_from_text_jsonl_parquet_and_compressed_files(cache, 
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write(Path(write_jsonl(tmp_path / "rows.jsonl", texts)).read_text())
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "rows.parquet")
-    for source in ("folder", "folder/**/*.txt", "joined.txt", "rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
+    for source in (
+        "folder",
+        "folder/**/*.txt",
+        "joined.txt",
+        "rows.jsonl",
+        "rows.jsonl.gz",
+        "rows.parquet",
+    ):
         data = load_data(str(tmp_path / source), tokenizer="bytes", cache=cache)
         train, validation = documents(data, "train"), documents(data, "validation")
         assert sorted(train + validation) == sorted(texts), source
         assert 1 <= len(validation) <= 20, source
     rows = [
-        load_data(str(tmp_path / f"rows.{kind}"), tokenizer="bytes", cache=cache) for kind in ("jsonl", "jsonl.gz", "parquet")
+        load_data(str(tmp_path / f"rows.{kind}"), tokenizer="bytes", cache=cache)
+        for kind in ("jsonl", "jsonl.gz", "parquet")
     ]
     assert all(torch.equal(row.train, rows[0].train) for row in rows)
 
 
 def test_equal_rows_are_on_the_same_side(cache, tmp_path):
-    data = load_data(write_jsonl(tmp_path / "a.jsonl", poems(100) * 3), tokenizer="bytes", cache=cache)
+    data = load_data(
+        write_jsonl(tmp_path / "a.jsonl", poems(100) * 3), tokenizer="bytes", cache=cache
+    )
     train, validation = documents(data, "train"), documents(data, "validation")
     assert len(train) + len(validation) == 300
     assert not set(train) & set(validation)
@@ -122,7 +146,9 @@ def test_equal_rows_are_on_the_same_side(cache, tmp_path):
 def test_of_few_documents_the_ends_are_held_out(cache, tmp_path):
     lines = [f"line number {i}\n" for i in range(1000)]
     (tmp_path / "book.txt").write_text("".join(lines))
-    data = load_data(str(tmp_path / "book.txt"), tokenizer="bytes", validation_fraction=0.1, cache=cache)
+    data = load_data(
+        str(tmp_path / "book.txt"), tokenizer="bytes", validation_fraction=0.1, cache=cache
+    )
     (train,), (validation,) = documents(data, "train"), documents(data, "validation")
     assert train + validation == "".join(lines)
     assert 890 < train.count("\n") <= 900
@@ -162,10 +188,14 @@ def test_the_subwords_are_those_of_the_training_part(cache, tmp_path):
     write_jsonl(tmp_path / "validation.jsonl", ["onlyhere onlyhere onlyhere"] * 500)
     data = load_data(str(tmp_path), vocab_size=300, cache=cache)
     other = tokenizers.ByteLevelBPETokenizer()
-    other.train_from_iterator(poems(100), vocab_size=300, special_tokens=[END], show_progress=False, min_frequency=0)
+    other.train_from_iterator(
+        poems(100), vocab_size=300, special_tokens=[END], show_progress=False, min_frequency=0
+    )
     mine = tokenizers.Tokenizer.from_file(str(data.tokenizer))
     assert mine.get_vocab() == other.get_vocab()
-    ids = [token for text in poems(100) for token in [*other.encode(text).ids, other.token_to_id(END)]]
+    ids = [
+        token for text in poems(100) for token in [*other.encode(text).ids, other.token_to_id(END)]
+    ]
     assert data.train.tolist() == ids
 
 
@@ -201,20 +231,29 @@ def test_large_vocabularies_are_stored_wider(cache, tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "words.json"))
     texts = [f"w{i} w{69_999 - i}" for i in range(60)]
-    data = load_data(write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=str(tmp_path / "words.json"), cache=cache)
+    data = load_data(
+        write_jsonl(tmp_path / "a.jsonl", texts),
+        tokenizer=str(tmp_path / "words.json"),
+        cache=cache,
+    )
     assert (data.train.dtype, data.vocab_size) == (torch.int32, 70_002)
     expected = {(i, 69_999 - i, 70_000) for i in range(60)}
-    assert {tuple(row) for row in torch.cat([data.train, data.validation]).view(-1, 3).tolist()} == expected
+    assert {
+        tuple(row) for row in torch.cat([data.train, data.validation]).view(-1, 3).tolist()
+    } == expected
 
 
-# --- addition ----------------------------------------------------------------------------------------------------------------
+# --- addition
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_sums_are_right_different_and_split(cache):
     data = load_data("addition:3", max_tokens=12 * 2000, cache=cache)
     assert (data.vocab_size, data.context, data.tokenizer) == (12, 11, None)
     assert data.train.shape == (2000, 12)
-    train, validation = ({data.decode(row) for row in part} for part in (data.train, data.validation))
+    train, validation = (
+        {data.decode(row) for row in part} for part in (data.train, data.validation)
+    )
     assert len(train) == 2000
     assert 60 < len(validation) < 150
     assert not train & validation
@@ -240,7 +279,8 @@ def test_only_answers_of_sums_are_targets(cache):
     assert torch.equal(answers, 10 * (inputs[:, 0] + inputs[:, 3]) + inputs[:, 1] + inputs[:, 4])
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------
+# --- batches
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_window_comes_once_an_epoch_in_another_order():
@@ -257,7 +297,9 @@ def test_every_window_comes_once_an_epoch_in_another_order():
 
 
 def test_a_batch_depends_on_its_number_alone():
-    tokens = torch.randint(1000, (1001,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    tokens = torch.randint(1000, (1001,), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint16
+    )
     options = {"batch_size": 7, "context": 13}
     batches = Batches(tokens, seed=5, **options)
     in_order = [batches[step] for step in range(60)]
@@ -277,7 +319,11 @@ def test_a_batch_larger_than_the_data_repeats_them():
 @pytest.mark.parametrize(
     ("tokens", "context", "message"),
     [
-        (torch.arange(8), 8, "Invalid context=8. Must be less than the number of tokens, which is 8"),
+        (
+            torch.arange(8),
+            8,
+            "Invalid context=8. Must be less than the number of tokens, which is 8",
+        ),
         (torch.arange(0), 1, "which is 0"),
         (torch.zeros(5, 12), 64, "Invalid context=64. Must be 11"),
         (torch.arange(8), 0, "context=0. Both must be integers >= 1"),

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch.func import jacrev
 
 from blockopt.analysis.operators.dense import dense
-from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator, HessianOperator
+from blockopt.analysis.operators.model_operators import (
+    FunctionalOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+)
 from recipes import figures
 from recipes.data.addition import EQUALS, IGNORED, PLUS, addition, decode
 from recipes.paper_figures.hessians import moving_average
@@ -24,7 +28,15 @@ from recipes.paper_figures.models import (
     linear_mlp_norms,
     synthetic_images,
 )
-from recipes.paper_figures.outcome import TINY, Check, Outcome, Run, exponent_check, mean_check, sign_check
+from recipes.paper_figures.outcome import (
+    TINY,
+    Check,
+    Outcome,
+    Run,
+    exponent_check,
+    mean_check,
+    sign_check,
+)
 from tests.helpers import ROOT
 
 FIGURES = figures.FIGURES
@@ -61,7 +73,9 @@ def test_only_the_sum_counts():
 
 def test_sums_come_from_the_generator():
     assert torch.equal(addition(5)[0], addition(5)[0])
-    assert not torch.equal(addition(5)[0], addition(5, generator=torch.Generator().manual_seed(1))[0])
+    assert not torch.equal(
+        addition(5)[0], addition(5, generator=torch.Generator().manual_seed(1))[0]
+    )
     with pytest.raises(ValueError, match="Both must be integers >= 1"):
         addition(0)
 
@@ -69,18 +83,26 @@ def test_sums_come_from_the_generator():
 # ---- models
 
 
-@pytest.mark.parametrize(("norm", "softmax"), [("none", True), ("none", False), ("pre", True), ("post", True)])
+@pytest.mark.parametrize(
+    ("norm", "softmax"), [("none", True), ("none", False), ("pre", True), ("post", True)]
+)
 def test_exact_norms_of_the_last_layer(norm, softmax):
     inputs, targets = addition(2)
     model = Transformer(4, 2, norm=norm, softmax=softmax, scale=0.7)
     found = last_layer_norms(model, inputs, targets, ROLES)
     loss = lambda: model(inputs, targets)  # noqa: E731
-    operators = {"outer": GaussNewtonOperator, "functional": FunctionalOperator, "full": HessianOperator}
+    operators = {
+        "outer": GaussNewtonOperator,
+        "functional": FunctionalOperator,
+        "full": HessianOperator,
+    }
     for part, operator in operators.items():
         for role in ROLES:
             expected = float(dense(operator(model, loss, names=[f"layers.1.{role}"])).norm())
             scale = found[f"full {role}"]
-            assert found[f"{part} {role}"] == pytest.approx(expected, rel=1e-8, abs=1e-10 * scale), (part, role)
+            assert found[f"{part} {role}"] == pytest.approx(
+                expected, rel=1e-8, abs=1e-10 * scale
+            ), (part, role)
 
 
 def test_estimated_norms_agree_with_exact_ones():
@@ -105,8 +127,13 @@ def test_scale_is_that_of_the_embeddings():
 def test_linear_attention_is_homogeneous():
     inputs, targets = addition(2)
     models = (LinearAttentionChain(4, 2, scale=scale) for scale in (1.0, 2.0))
-    first, second = (estimated_norms(model, inputs, targets, 0, ["query"], 3, 0)["outer query"] for model in models)
-    assert second / first == pytest.approx(2.0**18, rel=1e-9)  # the output is of degree 9 in the data
+    first, second = (
+        estimated_norms(model, inputs, targets, 0, ["query"], 3, 0)["outer query"]
+        for model in models
+    )
+    assert second / first == pytest.approx(
+        2.0**18, rel=1e-9
+    )  # the output is of degree 9 in the data
 
 
 def test_norms_of_a_linear_mlp():
@@ -155,7 +182,9 @@ def test_every_figure_runs(name):
 
 def test_exponents_of_linear_mlps_are_exact_at_any_size():
     outcome = FIGURES["8"](Run(TINY))
-    assert [check.measured for check in outcome.checks if "exponent" in check.what] == pytest.approx([2.0] * 5, abs=1e-9)
+    assert [
+        check.measured for check in outcome.checks if "exponent" in check.what
+    ] == pytest.approx([2.0] * 5, abs=1e-9)
 
 
 def test_verdicts_follow_from_the_checks():
@@ -166,9 +195,13 @@ def test_verdicts_follow_from_the_checks():
     assert replace(outcome, checks=[no]).verdict == "not reproduced"
     assert "| b | 1 | 2 | 0.5 to 1.5 | NO |" in replace(outcome, checks=[no]).markdown()
     assert not Check("c", "", math.nan, 0.0, 1.0).holds
-    assert "size of \\|x\\|" in replace(outcome, checks=[replace(no, what="size of |x|")]).markdown()
+    assert (
+        "size of \\|x\\|" in replace(outcome, checks=[replace(no, what="size of |x|")]).markdown()
+    )
     ours = replace(no, ours=True)
-    assert replace(outcome, checks=[yes, ours]).verdict == "not reproduced"  # the run itself went wrong
+    assert (
+        replace(outcome, checks=[yes, ours]).verdict == "not reproduced"
+    )  # the run itself went wrong
     assert replace(outcome, checks=[yes, replace(yes, ours=True)]).verdict == "reproduced"
     assert replace(outcome, checks=[no, replace(yes, ours=True)]).verdict == "not reproduced"
 
@@ -182,7 +215,9 @@ def test_mean_and_exponent_checks():
     assert sign_check("a", "> 0", [1.0, 1.2], 1).holds
     assert not sign_check("a", "< 0", [1.0, 1.2], -1).holds
     assert sign_check("a", "< 0", [-1.0], -1).holds
-    data = Run(TINY).growth(lambda sigma, seed: {"x": (1 + seed) * sigma**3}, torch.tensor([0.1, 0.2, 0.4]), "")
+    data = Run(TINY).growth(
+        lambda sigma, seed: {"x": (1 + seed) * sigma**3}, torch.tensor([0.1, 0.2, 0.4]), ""
+    )
     assert exponent_check(data, "x", 3.0, tolerance=1e-9).holds
     assert not exponent_check(data, "x", 2.0, tolerance=0.5).holds
 
@@ -194,15 +229,28 @@ def test_moving_average_of_a_constant_is_that_constant():
 
 
 def test_the_script_writes_plot_table_and_json(tmp_path):
-    command = ["recipes/figures.py", "--figure", "8", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [
+        "recipes/figures.py",
+        "--figure",
+        "8",
+        "--tiny",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "depth 5" in done.stdout
     assert (tmp_path / "figure_8.png").stat().st_size > 10_000
     record = json.loads((tmp_path / "figure_8.json").read_text())
     assert record["mode"] == "tiny"
     assert record["checks"][0]["measured"] == pytest.approx(2.0)
-    assert "| what | paper | measured | criterion | holds |" in (tmp_path / "figure_8.md").read_text()
+    assert (
+        "| what | paper | measured | criterion | holds |" in (tmp_path / "figure_8.md").read_text()
+    )
 
 
 def call(monkeypatch, *arguments):

@@ -23,7 +23,10 @@ def not_launched(monkeypatch):
         (("--batch-size", "10", "--accumulate", "4"), "multiple of 4"),
         (("--betas", "0.9", "1.0"), "Invalid --betas"),
         (("--schedule", "wsd", "--decay", "0"), "Invalid decay=0"),
-        (("--optimizer", "schedulefree", "--schedule", "cosine"), "Must be constant for schedulefree"),
+        (
+            ("--optimizer", "schedulefree", "--schedule", "cosine"),
+            "Must be constant for schedulefree",
+        ),
         (("--width", "33", "--heads", "2"), "Invalid width=33"),
         (("--hf-config", "x", "--width", "32"), "--width is an option of our GPT-2"),
         (("--hf-config", "x", "--hf-checkpoint", "y"), "not allowed with"),
@@ -47,7 +50,10 @@ def not_launched(monkeypatch):
         (("--curvature-every", "10"), "--curvature-every is for --curvature"),
         (("--curvature-by", "head"), "--curvature-by is for --curvature"),
         (("--hf-config", "x", "--model", "1M"), "--model is for our GPT-2"),
-        (("--tokenizer", "bytes", "--vocab-size", "300"), "--vocab-size is for a tokenizer that is trained"),
+        (
+            ("--tokenizer", "bytes", "--vocab-size", "300"),
+            "--vocab-size is for a tokenizer that is trained",
+        ),
         (("--data", "addition:2", "--tokenizer", "bytes"), "--tokenizer is for text"),
     ],
 )
@@ -79,9 +85,45 @@ def test_one_rank_says_what_is_wrong(capsys, monkeypatch):
 
 
 def test_flags_that_do_something_are_taken():
-    parse(["--optimizer", "block-muon", "--momentum", "0.9", "--betas", "0.9", "0.99", "--schedule", "wsd", "--decay", "0.1"])
-    parse(["--curvature", "newton", "--curvature-every", "10", "--curvature-by", "head", "--vocab-size", "300"])
-    parse(["--optimizer", "torch_optimizer:SGDW", "--momentum", "0.8", "--data", "addition", "--model", "1M"])
+    parse(
+        [
+            "--optimizer",
+            "block-muon",
+            "--momentum",
+            "0.9",
+            "--betas",
+            "0.9",
+            "0.99",
+            "--schedule",
+            "wsd",
+            "--decay",
+            "0.1",
+        ]
+    )
+    parse(
+        [
+            "--curvature",
+            "newton",
+            "--curvature-every",
+            "10",
+            "--curvature-by",
+            "head",
+            "--vocab-size",
+            "300",
+        ]
+    )
+    parse(
+        [
+            "--optimizer",
+            "torch_optimizer:SGDW",
+            "--momentum",
+            "0.8",
+            "--data",
+            "addition",
+            "--model",
+            "1M",
+        ]
+    )
 
 
 def test_what_accelerate_is_configured_for(monkeypatch, capsys):
@@ -90,7 +132,10 @@ def test_what_accelerate_is_configured_for(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     assert (parse([]).precision, parse([]).compile) == ("bf16", "aot_eager")
-    assert (parse(["--precision", "no"]).precision, parse(["--compile"]).compile) == ("no", "inductor")
+    assert (parse(["--precision", "no"]).precision, parse(["--compile"]).compile) == (
+        "no",
+        "inductor",
+    )
     assert parse(["--compile", "no"]).compile is None
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(SystemExit):

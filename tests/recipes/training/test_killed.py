@@ -19,7 +19,14 @@ STEPS = 9
 RUNS = {
     **{name: ("--optimizer", name) for name in OURS},
     "newton": ("--optimizer", "block-adamw", "--curvature", "newton", "--curvature-every", "2"),
-    "gauss_newton on muon": ("--optimizer", "block-muon", "--curvature", "gauss_newton", "--curvature-every", "3"),
+    "gauss_newton on muon": (
+        "--optimizer",
+        "block-muon",
+        "--curvature",
+        "gauss_newton",
+        "--curvature-every",
+        "3",
+    ),
     "newton on torch": ("--optimizer", "adamw", "--curvature", "newton", "--curvature-every", "2"),
     "muon of torch": ("--optimizer", "muon"),
     "schedulefree": ("--optimizer", "schedulefree"),
@@ -50,7 +57,9 @@ def in_step(number):
     def plan(patch):
         step = train.Run.step
         count = iter(range(1, 100))
-        patch.setattr(train.Run, "step", lambda self, *a: die() if next(count) == number else step(self, *a))
+        patch.setattr(
+            train.Run, "step", lambda self, *a: die() if next(count) == number else step(self, *a)
+        )
 
     return plan
 
@@ -84,7 +93,11 @@ def in_checkpoint(number, operation):
                 count = iter(range(1, 100))
 
                 def event(name, arguments):
-                    if name in ("open", "os.rename", "os.remove") and "step-" in str(arguments[0]) and next(count) == operation:
+                    if (
+                        name in ("open", "os.rename", "os.remove")
+                        and "step-" in str(arguments[0])
+                        and next(count) == operation
+                    ):
                         die()
 
                 sys.addaudithook(event)
@@ -108,7 +121,9 @@ def assert_same_log(one, other):
     """The same losses in each step, once each, and the same evaluations and scales."""
     assert losses_of(one) == losses_of(other)
     for kind in ("step", "evaluation", "scales", "end"):
-        lines, others = ([line for line in read_log(path) if line["kind"] == kind] for path in (one, other))
+        lines, others = (
+            [line for line in read_log(path) if line["kind"] == kind] for path in (one, other)
+        )
         timed = ("tokens_per_second", "seconds")
         assert [{k: v for k, v in line.items() if k not in timed} for line in lines] == [
             {k: v for k, v in line.items() if k not in timed} for line in others
@@ -116,7 +131,10 @@ def assert_same_log(one, other):
 
 
 def assert_same_weights(one, other):
-    a, b = (torch.load(next(folder.glob("checkpoints/step-*9.pt")), weights_only=True) for folder in (one, other))
+    a, b = (
+        torch.load(next(folder.glob("checkpoints/step-*9.pt")), weights_only=True)
+        for folder in (one, other)
+    )
     assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
 
 
@@ -133,7 +151,9 @@ def test_killed_runs_are_as_whole_ones(name, tmp_path, cache):
     run(again)
     assert_same_log(whole, output / "log.jsonl")
     assert_same_weights(tmp_path / "whole", output)
-    assert [line["step"] for line in read_log(output / "log.jsonl") if line["kind"] == "resumed"] == [4, 4]
+    assert [
+        line["step"] for line in read_log(output / "log.jsonl") if line["kind"] == "resumed"
+    ] == [4, 4]
 
 
 def test_killed_at_many_points(tmp_path, cache):
@@ -141,7 +161,15 @@ def test_killed_at_many_points(tmp_path, cache):
     whole = run(options("newton", tmp_path / "whole", cache))
     output = tmp_path / "killed"
     again = options("newton", output, cache, "--resume")
-    plans = [in_write(1), in_write(3), in_checkpoint(2, 3), in_step(3), in_checkpoint(4, 4), in_write(2), in_checkpoint(6, 5)]
+    plans = [
+        in_write(1),
+        in_write(3),
+        in_checkpoint(2, 3),
+        in_step(3),
+        in_checkpoint(4, 4),
+        in_write(2),
+        in_checkpoint(6, 5),
+    ]
     plans += [in_checkpoint(8, 1), in_checkpoint(8, 6), in_write(4), in_checkpoint(9, 2)]
     for plan in plans:
         killed(again, plan)
@@ -153,7 +181,9 @@ def test_killed_at_many_points(tmp_path, cache):
 def test_random_numbers_go_on(tmp_path, cache):
     """A model of transformers with dropout draws numbers in each step."""
     config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "resid_pdrop": 0.5}')
+    config.write_text(
+        '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "resid_pdrop": 0.5}'
+    )
     plain = options("block-adamw", tmp_path / "whole", cache, "--hf-config", config)
     first = plain.index("--width")
     plain = plain[:first] + plain[first + 6 :]  # sizes are in the config
@@ -164,19 +194,36 @@ def test_random_numbers_go_on(tmp_path, cache):
     assert_same_log(whole, tmp_path / "killed" / "log.jsonl")
     still = config.with_name("still.json")
     still.write_text(config.read_text().replace("0.5", "0.0"))
-    without = run([flag.replace("whole", "without").replace("config.json", "still.json") for flag in plain])
+    without = run(
+        [flag.replace("whole", "without").replace("config.json", "still.json") for flag in plain]
+    )
     assert losses_of(without) != losses_of(whole)
 
 
 def test_the_script_killed_from_outside(tmp_path, cache):
     """The real script, killed by another process whenever it happens to be."""
-    arguments = flags(tmp_path / "killed", cache, "--steps", 60, "--checkpoint-every", 5, "--curvature", "newton", "--resume")
+    arguments = flags(
+        tmp_path / "killed",
+        cache,
+        "--steps",
+        60,
+        "--checkpoint-every",
+        5,
+        "--curvature",
+        "newton",
+        "--resume",
+    )
     command = [sys.executable, str(ROOT / "recipes" / "train.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "killed" / "log.jsonl"
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 100
-    while not (log.exists() and len(log.read_bytes().splitlines()) >= 30) and time.monotonic() < deadline:
+    while (
+        not (log.exists() and len(log.read_bytes().splitlines()) >= 30)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
         assert process.poll() is None
     process.kill()

@@ -35,7 +35,9 @@ def broken(patch, step, name, index):
 
 @pytest.mark.parametrize("optimizer", ["block-adamw", "adamw"])
 def test_not_a_number_stops_the_run_and_says_where(optimizer, tmp_path, cache, monkeypatch):
-    broken(monkeypatch, 6, "h.1.attn.c_attn.weight", (16 + 8, 3))  # row 24: the second head of the key
+    broken(
+        monkeypatch, 6, "h.1.attn.c_attn.weight", (16 + 8, 3)
+    )  # row 24: the second head of the key
     with pytest.raises(FloatingPointError) as caught:
         run(flags(tmp_path, cache, "--steps", 9, "--checkpoint-every", 2, "--optimizer", optimizer))
     message = str(caught.value)
@@ -48,7 +50,19 @@ def test_not_a_number_stops_the_run_and_says_where(optimizer, tmp_path, cache, m
     assert lines[-1]["step"] == 6
     assert "start in another --output with a lower --lr" in message
     monkeypatch.undo()
-    resumed = run(flags(tmp_path, cache, "--steps", 9, "--checkpoint-every", 2, "--optimizer", optimizer, "--resume"))
+    resumed = run(
+        flags(
+            tmp_path,
+            cache,
+            "--steps",
+            9,
+            "--checkpoint-every",
+            2,
+            "--optimizer",
+            optimizer,
+            "--resume",
+        )
+    )
     assert list(losses_of(resumed)) == list(range(1, 10))
 
 
@@ -63,7 +77,8 @@ def test_a_loss_that_is_no_number_names_the_weights(tmp_path, cache, monkeypatch
 
     monkeypatch.setattr(train, "make_run", spoiled)
     with pytest.raises(
-        FloatingPointError, match=r"(?s)Step 1: the loss is nan.*weight h\.0\.mlp\.c_fc\.weight: mlp_in 5\n.*none was"
+        FloatingPointError,
+        match=r"(?s)Step 1: the loss is nan.*weight h\.0\.mlp\.c_fc\.weight: mlp_in 5\n.*none was",
     ):
         run(flags(tmp_path, cache, "--steps", 3))
 
@@ -81,7 +96,8 @@ def test_weights_that_are_no_numbers_are_not_kept(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(train.Run, "step", spoiled)
     with pytest.raises(
-        FloatingPointError, match=r"(?s)Step 4: 1 weights.*weight ln_f\.weight: norm\n.*step-00000002\.pt, of step 2"
+        FloatingPointError,
+        match=r"(?s)Step 4: 1 weights.*weight ln_f\.weight: norm\n.*step-00000002\.pt, of step 2",
     ):
         run(flags(tmp_path, cache, "--steps", 8, "--checkpoint-every", 2, "--eval-batches", 0))
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
@@ -96,4 +112,7 @@ def test_many_blocks_are_counted():
     model.wte.weight.grad = torch.full_like(model.wte.weight, math.nan)
     model.ln_f.bias.grad = torch.full_like(model.ln_f.bias, math.inf)
     model.h[0].ln_1.weight.grad = torch.zeros(16)
-    assert nonfinite_blocks(model) == {"wte.weight": "12 of 12 blocks of embedding", "ln_f.bias": "norm"}
+    assert nonfinite_blocks(model) == {
+        "wte.weight": "12 of 12 blocks of embedding",
+        "ln_f.bias": "norm",
+    }

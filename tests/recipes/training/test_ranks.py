@@ -30,7 +30,11 @@ CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 STEPS = 4
 KINDS = ("ddp", "fsdp2")
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
 FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true"}
 BLOCK_LR = ("--curvature", "newton", "--curvature-every", "2")
 
@@ -40,7 +44,19 @@ class Stopped(Exception):
 
 
 def options(folder, name, cache, *more):
-    return flags(folder / name, cache, "--optimizer", name, "--steps", STEPS, "--checkpoint-every", 2, "--accumulate", 2, *more)
+    return flags(
+        folder / name,
+        cache,
+        "--optimizer",
+        name,
+        "--steps",
+        STEPS,
+        "--checkpoint-every",
+        2,
+        "--accumulate",
+        2,
+        *more,
+    )
 
 
 def stopped_before(step, arguments):
@@ -66,7 +82,12 @@ def of_both_kinds(rank, folder, cache):
             run(options(folder / kind, name, cache), partial=False)
         for name in ("block-adamw-block", "block-muon"):
             run(options(folder / f"{kind}-scales", name, cache, *BLOCK_LR), partial=False)
-        for name, more in (("block-adamw", ()), ("block-adamw-block", BLOCK_LR), ("block-muon", BLOCK_LR), ("block-sgd", ())):
+        for name, more in (
+            ("block-adamw", ()),
+            ("block-adamw-block", BLOCK_LR),
+            ("block-muon", BLOCK_LR),
+            ("block-sgd", ()),
+        ):
             again = options(folder / f"{kind}-resumed", name, cache, *more)
             stopped_before(3, again)
             run([*again, "--resume"], partial=False)
@@ -82,12 +103,22 @@ def many_steps(output, cache, *more):
 
 def kill_the_first_of_two(folder, cache):
     """Start two processes as the README says, and kill rank 0 in the middle of the run; the launcher ends the other."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS[0], "--main_process_port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        CONFIGS[0],
+        "--main_process_port",
+        "0",
+    ]
     command += [ROOT / "recipes" / "train.py", *many_steps(folder / "killed", cache)]
     log, holder = folder / "killed" / "log.jsonl", folder / "killed" / "run.holder"
     with (folder / "output.txt").open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            list(map(str, command)), env=environment, stdout=output, stderr=output
+        )
         deadline = time.monotonic() + 200
         while not (log.exists() and len(log.read_bytes().splitlines()) >= 20):
             assert process.poll() is None, (folder / "output.txt").read_text()
@@ -117,7 +148,11 @@ def ends_alike(rank, folder, cache, kind):
         with pytest.raises(OtherRankError if rank == 0 else ValueError, match="invalid literal"):
             run(options(folder / "one", "block-sgd", cache), partial=False)
     if kind == "fsdp2":
-        for more in (("--optimizer", "soap"), ("--optimizer", "torch_optimizer:Shampoo"), ("--curvature", "hutchinson")):
+        for more in (
+            ("--optimizer", "soap"),
+            ("--optimizer", "torch_optimizer:Shampoo"),
+            ("--curvature", "hutchinson"),
+        ):
             with raises(ValueError, match=f"{more[1]} needs whole weights"):
                 run(options(folder / "shards", "block-adamw", cache, *more), partial=False)
         assert not (folder / "shards").exists()
@@ -126,7 +161,9 @@ def ends_alike(rank, folder, cache, kind):
 
         def spoiled(self, micro_batches):
             loss = backward(self, micro_batches)
-            gradient = dict(self.accelerator.unwrap_model(self.model).named_parameters())["h.0.mlp.c_fc.bias"].grad
+            gradient = dict(self.accelerator.unwrap_model(self.model).named_parameters())[
+                "h.0.mlp.c_fc.bias"
+            ].grad
             assert isinstance(gradient, DTensor) == (kind == "fsdp2")
             if isinstance(gradient, DTensor):
                 if rank == 1:
@@ -185,7 +222,9 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(folder, kind):
         assert losses(folder, f"{kind}-resumed", name) == losses(folder, kind, name)
     for name in ("block-adamw-block", "block-muon"):
         assert losses(folder, f"{kind}-resumed", name) == losses(folder, f"{kind}-scales", name)
-        assert losses(folder, f"{kind}-scales", name)[2:] != losses(folder, kind, name)[2:]  # the scales do something
+        assert (
+            losses(folder, f"{kind}-scales", name)[2:] != losses(folder, kind, name)[2:]
+        )  # the scales do something
         kinds = [line["kind"] for line in read_log(folder / f"{kind}-resumed" / name / "log.jsonl")]
         assert kinds.count("scales") == 2
         assert kinds.count("resumed") == 1
@@ -201,7 +240,11 @@ def test_killed_on_one_rank(folder):
         for line in lines[0] + lines[1]:
             line.pop("seconds", None), line.pop("tokens_per_second", None)
         assert lines[0] == lines[1]
-    assert [line["step"] for line in read_log(folder / "killed" / "log.jsonl") if line["kind"] == "resumed"]
+    assert [
+        line["step"]
+        for line in read_log(folder / "killed" / "log.jsonl")
+        if line["kind"] == "resumed"
+    ]
 
 
 def test_block_learning_rates_depend_a_little_on_the_processes(folder, tmp_path):
@@ -210,7 +253,9 @@ def test_block_learning_rates_depend_a_little_on_the_processes(folder, tmp_path)
     losses = [list(losses_of(log).values()) for log in (one, two)]
     assert losses[1][:2] == pytest.approx(losses[0][:2], abs=1e-5)  # before scales act
     assert losses[1] == pytest.approx(losses[0], abs=0.15)  # 0.075 was measured
-    scales = [[line["scales"] for line in read_log(log) if line["kind"] == "scales"] for log in (one, two)]
+    scales = [
+        [line["scales"] for line in read_log(log) if line["kind"] == "scales"] for log in (one, two)
+    ]
     assert min(map(len, scales)) > 15  # of 20: now and then no curvature is positive
     for a, b in ((scales[0][0], scales[1][0]), (scales[0][-1], scales[1][-1])):
         assert b == pytest.approx(a, rel=0.25)  # 0.14 was measured
@@ -235,15 +280,22 @@ def test_the_files_for_accelerate_are_what_they_say(path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_exported_model_has_the_weights_of_the_checkpoint(folder, kind):
-    weights = torch.load(folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True)["model"]
-    model = from_huggingface(AutoModelForCausalLM.from_pretrained(folder / kind / "block-adamw" / "model")).state_dict()
+    weights = torch.load(
+        folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True
+    )["model"]
+    model = from_huggingface(
+        AutoModelForCausalLM.from_pretrained(folder / kind / "block-adamw" / "model")
+    ).state_dict()
     assert model.keys() == weights.keys()
     assert all(torch.equal(model[name], value) for name, value in weights.items())
 
 
 def test_a_sharded_checkpoint_has_whole_weights(folder):
     whole, sharded = (
-        torch.load(folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True) for kind in KINDS
+        torch.load(
+            folder / kind / "block-adamw" / "checkpoints" / "step-00000004.pt", weights_only=True
+        )
+        for kind in KINDS
     )
     assert sharded["sharded"]
     assert sharded["model"].keys() == whole["model"].keys()
@@ -261,7 +313,9 @@ def without_the_last(folder, kind, copy):
 
 def test_a_replicated_run_goes_on_with_one_process(folder, tmp_path):
     log = run(without_the_last(folder, "ddp", tmp_path))
-    assert list(losses_of(log).values()) == pytest.approx(losses(folder, "one", "block-adamw"), abs=1e-4)
+    assert list(losses_of(log).values()) == pytest.approx(
+        losses(folder, "one", "block-adamw"), abs=1e-4
+    )
 
 
 def test_a_sharded_run_does_not_go_on_without_shards(folder, tmp_path):

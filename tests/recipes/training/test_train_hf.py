@@ -11,21 +11,52 @@ from recipes.common.checkpoints import run_lock
 from recipes.data.token_data import load_data
 from recipes.training.models import token_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Curvature not positive")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Curvature not positive"
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     words = ["block", "head", "query", "key", "value", "loss", "step"]
-    (folder / "text.txt").write_text("\n".join(f"{a} of {b} and {c}." for a in words for b in words for c in words))
+    (folder / "text.txt").write_text(
+        "\n".join(f"{a} of {b} and {c}." for a in words for b in words for c in words)
+    )
     return folder
 
 
 def flags(folder, output, *more):
-    sizes = ["--batch-size", "4", "--eval-batches", "2", "--eval-every", "4", "--checkpoint-every", "4", "--cpu"]
-    data = ["--data", str(folder / "text.txt"), "--vocab-size", "300", "--cache", str(folder / "cache"), "--context", "16"]
-    return [*data, *sizes, "--output", str(folder / output), "--curvature-every", "3", *map(str, more)]
+    sizes = [
+        "--batch-size",
+        "4",
+        "--eval-batches",
+        "2",
+        "--eval-every",
+        "4",
+        "--checkpoint-every",
+        "4",
+        "--cpu",
+    ]
+    data = [
+        "--data",
+        str(folder / "text.txt"),
+        "--vocab-size",
+        "300",
+        "--cache",
+        str(folder / "cache"),
+        "--context",
+        "16",
+    ]
+    return [
+        *data,
+        *sizes,
+        "--output",
+        str(folder / output),
+        "--curvature-every",
+        "3",
+        *map(str, more),
+    ]
 
 
 SIZES = ("--width", 16, "--depth", 1, "--heads", 2)
@@ -47,7 +78,12 @@ def test_train_resume_and_fine_tune(folder, capsys):
     assert "mlp_out" in out
     assert "held out" in out.splitlines()[-1]
     rows = (folder / "whole" / "block_lr.csv").read_text().splitlines()
-    assert {row.split(",")[0] for row in rows[1:]} == {"2", "4", "7", "10"}  # the schedule of transformers starts from 0
+    assert {row.split(",")[0] for row in rows[1:]} == {
+        "2",
+        "4",
+        "7",
+        "10",
+    }  # the schedule of transformers starts from 0
     assert (folder / "whole" / "block_lr.png").stat().st_size > 10_000
 
     with pytest.raises(SystemExit, match=r"There is a run in .*whole. Go on with it \(--resume\)"):
@@ -59,9 +95,24 @@ def test_train_resume_and_fine_tune(folder, capsys):
     saved = folder / "whole" / "model"
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
     assert 257 < model.config.vocab_size <= 300
-    train_hf.main(flags(folder, "tuned", "--hf-checkpoint", saved, "--steps", 4, "--lr", 1e-5, "--curvature", "none"))
+    train_hf.main(
+        flags(
+            folder,
+            "tuned",
+            "--hf-checkpoint",
+            saved,
+            "--steps",
+            4,
+            "--lr",
+            1e-5,
+            "--curvature",
+            "none",
+        )
+    )
     tuned = losses(state(folder / "tuned", 4))
-    assert tuned[1] == pytest.approx(whole[12], abs=0.4)  # it goes on from what was learned, with its tokenizer
+    assert tuned[1] == pytest.approx(
+        whole[12], abs=0.4
+    )  # it goes on from what was learned, with its tokenizer
     assert tuned[1] < whole[1] - 0.3
     assert not (folder / "tuned" / "block_lr.csv").exists()
 
@@ -80,7 +131,16 @@ def loss_and_gradient_norm(model, rows, ignored):
 def test_losses_and_gradients_are_those_of_our_loss_on_the_same_tokens(source, accumulate, folder):
     """One step on all of the data, too small to be seen: what the Trainer logs is what we compute from the model it saves."""
     name = folder / "text.txt" if source == "text" else source
-    data = ["--data", name, "--max-tokens", 18 * 16, "--tokenizer", "bytes", "--cache", folder / "cache"]
+    data = [
+        "--data",
+        name,
+        "--max-tokens",
+        18 * 16,
+        "--tokenizer",
+        "bytes",
+        "--cache",
+        folder / "cache",
+    ]
     data += ["--context", 16] if source == "text" else []
     tokens = load_data(str(name), tokenizer="bytes", max_tokens=18 * 16, cache=folder / "cache")
     length = 16 if source == "text" else 9
@@ -90,18 +150,35 @@ def test_losses_and_gradients_are_those_of_our_loss_on_the_same_tokens(source, a
     )
     assert len(train) % accumulate == 0
     output = folder / f"step-{source[:4]}-{accumulate}"
-    size = ["--batch-size", len(train) // accumulate, "--accumulate", accumulate, "--steps", 1, "--lr", 1e-12]
-    train_hf.main([str(flag) for flag in [*data, *SIZES, *size, "--cpu", "--curvature", "none", "--output", output]])
+    size = [
+        "--batch-size",
+        len(train) // accumulate,
+        "--accumulate",
+        accumulate,
+        "--steps",
+        1,
+        "--lr",
+        1e-12,
+    ]
+    train_hf.main(
+        [
+            str(flag)
+            for flag in [*data, *SIZES, *size, "--cpu", "--curvature", "none", "--output", output]
+        ]
+    )
     logged = {key: value for line in state(output, 1)["log_history"] for key, value in line.items()}
     model = transformers.AutoModelForCausalLM.from_pretrained(output / "model")
     assert model.config.n_positions == length
     loss, norm = loss_and_gradient_norm(model, train, tokens.ignored)
     assert logged["loss"] == pytest.approx(loss, rel=1e-5)
     assert logged["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert logged["eval_loss"] == pytest.approx(loss_and_gradient_norm(model, held_out, tokens.ignored)[0], rel=1e-5)
+    assert logged["eval_loss"] == pytest.approx(
+        loss_and_gradient_norm(model, held_out, tokens.ignored)[0], rel=1e-5
+    )
 
 
-# --- resuming ----------------------------------------------------------------------------------------------------------------
+# --- resuming
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def cut(path):
@@ -114,16 +191,26 @@ def test_a_damaged_checkpoint_is_passed_over(folder):
     output = folder / "damaged"
     before = losses(state(output, 8))
     sums = (output / "checkpoint-8" / "SHA256SUMS").read_text().splitlines()
-    assert {line.split()[1] for line in sums} >= {"model.safetensors", "optimizer.pt", "trainer_state.json"}
+    assert {line.split()[1] for line in sums} >= {
+        "model.safetensors",
+        "optimizer.pt",
+        "trainer_state.json",
+    }
     cut(output / "checkpoint-8" / "model.safetensors")
-    with pytest.warns(UserWarning, match=r"checkpoint-8 is passed over: model.safetensors is cut off or damaged"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-8 is passed over: model.safetensors is cut off or damaged"
+    ):
         train_hf.main([*run, "--resume"])
     assert losses(state(output, 8)) == before
     (output / "checkpoint-8" / "SHA256SUMS").unlink()  # as if killed while it was written
     (output / "checkpoint-4" / "optimizer.pt").unlink()
     passed_over = pytest.warns(UserWarning, match="8 is passed over: it was not written to its end")
     and_this = pytest.warns(UserWarning, match=r"4 is passed over: optimizer.pt is missing")
-    with passed_over, and_this, pytest.raises(SystemExit, match=r"error: None of the 2 checkpoints in .* is whole"):
+    with (
+        passed_over,
+        and_this,
+        pytest.raises(SystemExit, match=r"error: None of the 2 checkpoints in .* is whole"),
+    ):
         train_hf.main([*run, "--resume"])
 
 
@@ -131,20 +218,33 @@ def test_a_run_goes_on_with_its_own_settings_only_and_alone(folder, monkeypatch)
     run = flags(folder, "settings", *SIZES, "--steps", 4, "--curvature", "none")
     train_hf.main(run)
     (folder / "other.txt").write_text((folder / "text.txt").read_text()[:3000])
-    for other in (["--optimizer", "adamw"], ["--lr", "0.5"], ["--steps", "8"], ["--data", str(folder / "other.txt")]):
+    for other in (
+        ["--optimizer", "adamw"],
+        ["--lr", "0.5"],
+        ["--steps", "8"],
+        ["--data", str(folder / "other.txt")],
+    ):
         name, value = other[0][2:], other[1]
-        with pytest.raises(SystemExit, match=rf"error: The run in .*settings had .*{name} .*, now '?{value}"):
+        with pytest.raises(
+            SystemExit, match=rf"error: The run in .*settings had .*{name} .*, now '?{value}"
+        ):
             train_hf.main([*run, "--resume", *other])
-    with run_lock(folder / "settings"), pytest.raises(SystemExit, match=r"error: Another run trains in .*settings \(process"):
+    with (
+        run_lock(folder / "settings"),
+        pytest.raises(SystemExit, match=r"error: Another run trains in .*settings \(process"),
+    ):
         train_hf.main([*run, "--resume"])
     monkeypatch.chdir(folder)
-    train_hf.main([*run, "--resume", "--data", "./text.txt", "--eval-every", "2"])  # the same data, spelled in another way
+    train_hf.main(
+        [*run, "--resume", "--data", "./text.txt", "--eval-every", "2"]
+    )  # the same data, spelled in another way
     (folder / "settings" / "settings.json").unlink()
     with pytest.raises(SystemExit, match="error: Cannot read the settings of the run"):
         train_hf.main([*run, "--resume"])
 
 
-# --- tokenizers of checkpoints -----------------------------------------------------------------------------------------------
+# --- tokenizers of checkpoints
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, monkeypatch, capsys):
@@ -158,7 +258,10 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, monkeypatch, capsys):
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "vocab.json").write_text("{}")
-    for wrong, message in ((saved, "There is no tokenizer.json in"), (tmp_path / "nowhere", "No checkpoint '/")):
+    for wrong, message in (
+        (saved, "There is no tokenizer.json in"),
+        (tmp_path / "nowhere", "No checkpoint '/"),
+    ):
         with pytest.raises(SystemExit):
             tokenizer(wrong)
         assert message in capsys.readouterr().err
@@ -173,7 +276,10 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, monkeypatch, capsys):
     [
         (("--optimizer", "sophia"), "Use recipes/train.py"),
         (("--optimizer", "adam"), "Invalid optimizer 'adam'"),
-        (("--optimizer", "adam-mini"), "the GPT-2 of transformers has columns. Use recipes/train.py"),
+        (
+            ("--optimizer", "adam-mini"),
+            "the GPT-2 of transformers has columns. Use recipes/train.py",
+        ),
         (("--steps", "0"), "Invalid --steps=0"),
         (("--lr", "0"), "Invalid --lr=0"),
         (("--hf-config", "x", "--norm", "post"), "--norm is an option of our GPT-2"),
@@ -191,5 +297,8 @@ def test_what_transformers_lacks_is_refused(folder):
         train_hf.main(flags(folder, "post", *SIZES, "--norm", "post"))
     with pytest.raises(SystemExit, match=r"(?s)error: .*nowhere"):
         train_hf.main(flags(folder, "none", "--hf-config", folder / "nowhere"))
-    with pytest.raises(SystemExit, match=r"error: The validation part of .* Lower --context or raise --validation-fraction"):
+    with pytest.raises(
+        SystemExit,
+        match=r"error: The validation part of .* Lower --context or raise --validation-fraction",
+    ):
         train_hf.main([*flags(folder, "long", *SIZES), "--context", "1000"])
