@@ -1,4 +1,4 @@
-"""What the optimizers of blockopt share: groups that know their blocks, block scales, the check of gradients, checkpoints."""
+"""What the optimizers share: groups that know their blocks, block scales, checks, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks, from_plain
-from blockopt.blocks.split import expand
-from blockopt.distributed import largest_over_ranks, local, local_part
+from blockopt.blocks import Blocks, expand, from_plain
+from blockopt.checks import check_choice, check_range
+from blockopt.distributed import local_part
+from blockopt.optim.finite_gradients import all_finite, gradient_norms
 
 WHOLE = Blocks(("other",))
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -30,15 +31,15 @@ class Entry(NamedTuple):
 
 
 class BlockOptimizer(torch.optim.Optimizer, ABC):
-    """Base of the optimizers: `p -= lr * scale[block] * direction`, where the subclass gives the direction.
+    """Base of the optimizers: `p -= lr * scale[block] * direction`; subclasses give the direction.
 
     The block scales live in the state of each parameter as a float32 tensor, `state[p]["scale"]`,
-    changed in place by `set_block_scales`, so that a refresh neither recompiles a compiled step nor
-    is lost in a checkpoint.
+    which `set_block_scales` changes in place, so that a refresh neither recompiles a compiled step
+    nor gets lost in a checkpoint.
 
     Attributes:
-        nonfinite_steps: How many steps were refused because of a gradient that is not finite, or
-            whose square is not.
+        nonfinite_steps: How many steps were refused because a gradient, or its square, was not
+            finite.
     """
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """The state of a parameter before its first step, without `scale`."""
 
     def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
-        """Tensors that are finite exactly if the gradients are; a subclass may return sums that its update needs too."""
+        """Tensors that are finite exactly if the gradients are; the update may use them too."""
         return gradient_norms([entry.gradient for entry in entries])
 
     @abstractmethod
@@ -77,7 +78,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             What the closure returns, or None.
 
         Raises:
-            FloatingPointError: If a gradient is not finite and `nonfinite="raise"`. Nothing is
+            FloatingPointError: If a gradient is not finite and `nonfinite="raise"`. Nothing has
                 changed then.
         """
         loss = None
@@ -97,7 +98,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _init_group(self, group: dict[str, Any], only_with_gradient: bool = True) -> None:
-        """Create missing states; `torch.compile` runs this one outside of the graph because of its name."""
+        """Create missing states; because of its name `torch.compile` keeps it out of the graph."""
         for parameter, blocks in zip(group["params"], blocks_of(group)):
             if parameter.grad is None and only_with_gradient:
                 continue
@@ -105,40 +106,40 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             if len(state) == 0:
                 check_supported(parameter)
                 state.update(self._new_state(parameter, blocks, group))
-                state["scale"] = torch.ones(
-                    blocks.num_blocks, dtype=torch.float32, device=parameter.device
-                )
+                state["scale"] = _ones(blocks, parameter)
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:
         entries = []
         for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
-            if parameter.grad is not None:
-                if parameter.grad.layout != torch.strided:
-                    raise ValueError(
-                        f"The gradient of {name!r} is sparse. Make it dense: nn.Embedding(..., sparse=False)."
-                    )
-                entries.append(
-                    Entry(name, parameter, parameter.grad, blocks, self.state[parameter])
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise ValueError(
+                    f"The gradient of {name!r} is sparse. Make it dense with "
+                    "nn.Embedding(..., sparse=False)."
                 )
+            entries.append(Entry(name, parameter, gradient, blocks, self.state[parameter]))
         return entries
 
     @torch.compiler.disable
     def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
-        """Whether all gradients are finite, on all ranks; otherwise raise, or count and warn, as the group says."""
+        """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
         entries = [entry for _, some, _ in work for entry in some]
         magnitudes = [magnitude for _, _, some in work for magnitude in some]
-        if not entries or all_finite(entries, magnitudes):
+        if not entries or all_finite([entry.parameter for entry in entries], magnitudes):
             return True
         self.nonfinite_steps += 1
         bad = [e.name for e, m in zip(entries, magnitudes) if not bool(torch.isfinite(m).all())]
         names = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
         message = (
-            f"Non-finite gradient in {len(bad)} of {len(entries)} parameters ({names}), "
-            f"refused step number {self.nonfinite_steps} of this optimizer. No weight and no state was changed."
+            f"Non-finite gradient in {len(bad)} of {len(entries)} parameters ({names}), refused "
+            f"step number {self.nonfinite_steps} of this optimizer. No weight and no state was "
+            "changed."
         )
         if any(group["nonfinite"] == "raise" for group, _, _ in work):
             raise FloatingPointError(
-                f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to go on without such steps."
+                f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to skip such steps."
             )
         if self.nonfinite_steps == 1:
             warnings.warn(
@@ -148,67 +149,61 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return False
 
     def _by_name(self) -> dict[str, tuple[Tensor, Blocks]]:
-        """Parameters and their blocks by name, or `ValueError` if these are missing or not unique."""
+        """Parameters and their blocks by name, or `ValueError` if names are missing or shared."""
         found: dict[str, tuple[Tensor, Blocks]] = {}
         for group in self.param_groups:
             if "param_names" not in group:
                 raise ValueError(
-                    "Block scales go by parameter names, and this optimizer has none: build it with param_groups(model)."
+                    "Block scales go by parameter names, and this optimizer has none. Build it "
+                    "with param_groups(model)."
                 )
-            for name, parameter, blocks in zip(
-                group["param_names"], group["params"], blocks_of(group)
-            ):
+            named = zip(group["param_names"], group["params"], blocks_of(group))
+            for name, parameter, blocks in named:
                 if name in found:
                     raise ValueError(
-                        f"Block scales go by parameter names, and two parameters are named {name!r}."
+                        f"Block scales go by parameter names, and two parameters are called "
+                        f"{name!r}."
                     )
                 found[name] = (parameter, blocks)
         return found
 
     def block_scales(self) -> dict[str, Tensor]:
-        """A copy of the scales, `{parameter name: tensor of num_blocks}`; ones where none were set."""
+        """Return a copy of the scales, `{parameter name: one per block}`; 1 where none were set."""
         scales = {}
         for name, (parameter, blocks) in self._by_name().items():
-            scale = self.state[parameter].get("scale") if parameter in self.state else None
-            scales[name] = (
-                torch.ones(blocks.num_blocks, device=parameter.device)
-                if scale is None
-                else scale.clone()
-            )
+            state = self.state.get(parameter, {})
+            scales[name] = state.get("scale", _ones(blocks, parameter)).clone()
         return scales
 
     @torch.no_grad()
     def set_block_scales(self, scales: Mapping[str, Tensor]) -> None:
-        """Set the multiplier of each block's learning rate. Parameters that `scales` does not name keep theirs.
+        """Set the multiplier of each block's learning rate. Parameters not named keep theirs.
 
         Args:
-            scales: `{parameter name: tensor of num_blocks}`, finite and >= 0. Under data
+            scales: `{parameter name: one value per block}`, finite and >= 0. Under data
                 parallelism all ranks must pass the same.
 
         Raises:
             KeyError: If a name is not that of a parameter of this optimizer.
             ValueError: If the optimizer has no parameter names, or a tensor has the wrong length or
-                holds a negative or non-finite value. Nothing is changed then.
+                holds a negative or non-finite value. Nothing has changed then.
         """
         known = self._by_name()
-        given = {
-            name: torch.as_tensor(scale, dtype=torch.float32) for name, scale in scales.items()
-        }
+        given = {n: torch.as_tensor(scale, dtype=torch.float32) for n, scale in scales.items()}
         for name, scale in given.items():
             if name not in known:
-                raise KeyError(
-                    f"No parameter {name!r} in this optimizer (such as {next(iter(known))!r})."
-                )
+                example = next(iter(known))
+                raise KeyError(f"No parameter {name!r} in this optimizer (such as {example!r}).")
             shape = (known[name][1].num_blocks,)
             if tuple(scale.shape) != shape:
                 raise ValueError(
-                    f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be {shape}, one a block."
+                    f"Invalid scale of shape {tuple(scale.shape)} for {name!r}. Must be {shape}, "
+                    "one value per block."
                 )
             wrong = scale[~(torch.isfinite(scale) & (scale >= 0))]
             if len(wrong):
-                raise ValueError(
-                    f"Invalid scale for {name!r}: {wrong[0].item()}. Must be finite and >= 0."
-                )
+                value = wrong[0].item()
+                raise ValueError(f"Invalid scale for {name!r}: {value}. Must be finite and >= 0.")
         for group in self.param_groups:
             self._init_group(group, only_with_gradient=False)
         for name, scale in given.items():
@@ -221,11 +216,11 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         self._scaled = any(bool((scale != 1).any()) for scale in scales)
 
     def _scaled_step(self) -> bool:
-        """Whether the step must look at the scales; a compiled one always does, so that setting them does not recompile it."""
+        """Whether the step looks at the scales; a compiled one does, so as not to recompile."""
         return torch.compiler.is_compiling() or self._scaled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in `torch.optim`; `blocks` may hold what `param_groups(model)` puts there.
+        """Add a group, as in `torch.optim`; `blocks` may be those of `param_groups(model)`.
 
         Raises:
             ValueError: If an option is out of range, or the blocks do not fit. The group is not
@@ -235,13 +230,14 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         group = self.param_groups[-1]
         group.setdefault("blocks", None)
         try:
-            choose("nonfinite", group["nonfinite"], ("raise", "skip"))
+            check_choice("nonfinite", group["nonfinite"], ("raise", "skip"))
             check_range("lr", group["lr"])
             check_range("weight_decay", group["weight_decay"])
             self._check_group(group)
             if len(blocks_of(group)) != len(group["params"]):
                 raise ValueError(
-                    f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} parameters. Must be one each."
+                    f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} "
+                    "parameters. Must be one each."
                 )
             for parameter, blocks in zip(group["params"], blocks_of(group)):
                 blocks.check(tuple(parameter.shape))
@@ -250,7 +246,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, of this optimizer or of the `torch.optim` one that it equals.
+        """Load a checkpoint of this optimizer, or of the `torch.optim` one that it equals.
 
         As in `torch.optim`, the options saved with it take the place of those given here. Unlike
         there, states keep the dtype they were saved in: a float32 second moment of bfloat16 weights
@@ -278,53 +274,42 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     continue
                 state = self.state[parameter]
                 for key, value in loaded[0]["state"][index].items():
-                    if (
-                        isinstance(value, Tensor)
-                        and key != "step"
-                        and value.dtype != state[key].dtype
-                    ):
+                    cast = isinstance(value, Tensor) and value.dtype != state[key].dtype
+                    if cast and key != "step":
                         state[key] = value.to(device=parameter.device, copy=True)
-                state.setdefault(
-                    "scale",
-                    torch.ones(entry.num_blocks, dtype=torch.float32, device=parameter.device),
-                )
+                state.setdefault("scale", _ones(entry, parameter))
         self._note_scaled()
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Give back the checkpoint, or raise `ValueError` for a state that does not fit its parameter.
+        """Return the checkpoint, or raise `ValueError` for a state that does not fit.
 
         A fused kernel would read beyond the end of one that is too small.
         """
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
             group = {**mine, **saved, "params": mine["params"]}
-            for index, name, parameter, blocks in zip(
-                saved["params"], names_of(mine), mine["params"], blocks_of(group)
-            ):
+            rows = zip(saved["params"], names_of(mine), mine["params"], blocks_of(group))
+            for index, name, parameter, blocks in rows:
                 like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                expected = {
-                    **self._new_state(like, blocks, group),
-                    "scale": torch.empty(blocks.num_blocks, device="meta"),
-                }
+                expected = self._new_state(like, blocks, group) | {"scale": _ones(blocks, like)}
                 for key, value in state_dict["state"].get(index, {}).items():
                     if value is None:
                         continue
                     if key not in expected:
                         raise ValueError(
-                            f"The checkpoint has a state {key!r} for {name!r}, which {type(self).__name__} does not know."
+                            f"The checkpoint has a state {key!r} for {name!r}, which "
+                            f"{type(self).__name__} does not know."
                         )
                     if isinstance(value, Tensor) and value.shape != expected[key].shape:
                         raise ValueError(
                             f"The checkpoint's {key!r} of {name!r} has shape {tuple(value.shape)}. "
-                            f"Must be {tuple(expected[key].shape)} for the options it was saved with."
+                            f"Must be {tuple(expected[key].shape)} for the options it was saved "
+                            "with."
                         )
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "nonfinite_steps": self.nonfinite_steps,
-            "_scaled": self._scaled,
-        }  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled}
 
 
 def blocks_of(group: dict[str, Any]) -> list[Blocks]:
@@ -336,16 +321,20 @@ def blocks_of(group: dict[str, Any]) -> list[Blocks]:
 
 def names_of(group: dict[str, Any]) -> list[str]:
     """The names of a group's parameters; without any, their shapes, for messages."""
-    return group.get("param_names") or [
-        f"parameter of shape {tuple(p.shape)}" for p in group["params"]
-    ]
+    names: list[str] | None = group.get("param_names")
+    return names or [f"parameter of shape {tuple(p.shape)}" for p in group["params"]]
+
+
+def _ones(blocks: Blocks, parameter: Tensor) -> Tensor:
+    return torch.ones(blocks.num_blocks, dtype=torch.float32, device=parameter.device)
 
 
 def check_supported(parameter: Tensor) -> None:
     """Raise `ValueError` for a parameter that is not real and floating."""
     if not parameter.is_floating_point():
         raise ValueError(
-            f"Invalid parameter of dtype {parameter.dtype}. Must be real and floating; split a complex one in two."
+            f"Invalid parameter of dtype {parameter.dtype}. Must be real and floating; split a "
+            "complex one in two."
         )
 
 
@@ -358,70 +347,19 @@ def check_learning_rate(lr: float | Tensor) -> None:
         raise ValueError(f"Invalid lr={lr}. Must be finite and >= 0.")
 
 
-def check_range(name: str, value: float | Tensor, high: float = math.inf) -> None:
-    """Raise `ValueError` unless 0 <= value < high."""
-    if isinstance(value, Tensor) and value.ndim != 0:
-        raise ValueError(
-            f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: torch.tensor(1e-3)."
-        )
-    if not 0.0 <= float(value) < high:
-        bound = "finite and >= 0" if high == math.inf else f"in [0, {high})"
-        raise ValueError(f"Invalid {name}={float(value)}. Must be {bound}.")
-
-
-def choose(name: str, value: object, options: tuple[object, ...]) -> None:
-    """Raise `ValueError` unless the value is one of the options."""
-    if value not in options:
-        raise ValueError(
-            f"Invalid {name}={value!r}. Must be one of {', '.join(repr(option) for option in options)}."
-        )
-
-
-def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """The squared norm of each gradient's local part on a CPU, its norm elsewhere, in float32 at least: for `all_finite`."""
-    parts = [local(gradient) for gradient in gradients]
-    if not torch.compiler.is_compiling() and all(_is_plain(part) for part in parts):
-        return [
-            torch.dot(flat, flat) for flat in (part.view(-1) for part in parts)
-        ]  # reads memory faster than a norm does
-    if len({part.dtype == torch.float64 for part in parts}) == 1:
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        return list(torch._foreach_norm(parts, 2.0, dtype=dtype))
-    return [
-        torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-        for part in parts
-    ]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.float64)
-        and tensor.is_contiguous()
-    )
-
-
 def spread(entries: list[Entry], values: list[Tensor]) -> list[Tensor]:
-    """One value a block, as tensors that broadcast against the local parts of the parameters, in float32 at least."""
-    wide = [v.to(torch.promote_types(v.dtype, e.parameter.dtype)) for e, v in zip(entries, values)]
-    return [
-        local_part(expand(v, e.blocks.split, e.parameter.ndim), e.parameter)
-        for e, v in zip(entries, wide)
-    ]
+    """Spread one value per block to tensors that broadcast against the parameters' local parts."""
+    spread_values = []
+    for entry, value in zip(entries, values):
+        parameter = entry.parameter
+        wide = value.to(torch.promote_types(value.dtype, parameter.dtype))
+        spread_values.append(
+            local_part(expand(wide, entry.blocks.split, parameter.ndim), parameter)
+        )
+    return spread_values
 
 
 def decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
     """Decoupled weight decay: by the schedule's learning rate, whatever the block's scale."""
     if group["weight_decay"] != 0:
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-
-
-def all_finite(entries: list[Entry], magnitudes: list[Tensor]) -> bool:
-    """Whether the magnitudes are finite on all ranks. This waits for the device: it is the one place of a step that does."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for magnitude in magnitudes:
-        by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
-    broken = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
-    return not any(
-        bool(largest_over_ranks(flag, [entry.parameter for entry in entries])) for flag in broken
-    )

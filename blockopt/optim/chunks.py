@@ -1,4 +1,4 @@
-"""Work on many tensors in chunks that stay in the processor's cache and bound the memory of temporaries."""
+"""Work on many tensors in chunks that stay in the cache and bound the memory of temporaries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
 
 
 def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """The rows of `columns`, in lists of about one chunk; tensors larger than that are cut along their first dimension.
+    """Yield the rows of `columns` in lists of about one chunk; larger tensors are cut by rows.
 
     The first column holds the tensors to work on, the others tensors that go with them: of the same
     shape, or broadcast against them. Under `torch.compile` all of it is one chunk, since the
     compiler does the fusing.
 
     Example:
-        >>> [[tuple(t.shape) for t in ts] for (ts,) in in_chunks([torch.empty(3), torch.empty(5), torch.empty(1200, 1000)])]
+        >>> tensors = [torch.empty(3), torch.empty(5), torch.empty(1200, 1000)]
+        >>> [[tuple(t.shape) for t in chunk] for (chunk,) in in_chunks(tensors)]
         [[(3,), (5,)], [(524, 1000)], [(524, 1000)], [(152, 1000)]]
     """
     rows = list(zip(*columns))

@@ -11,7 +11,11 @@ FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_kernel_serves(*columns: list[Tensor]) -> bool:
-    """Whether a fused kernel can work on the rows of `columns`: one dtype and shape a row, contiguous, on a known device."""
+    """Whether a fused kernel can take the columns.
+
+    It can if the tensors of each row have one dtype and shape, are contiguous, and lie on a device
+    that has the kernel.
+    """
     if torch.compiler.is_compiling():
         return False
     return all(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks
+from blockopt.checks import check_range
 from blockopt.distributed import local
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, check_range, decay, spread
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, decay, spread
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.fused import by_kind, fused_kernel_serves
 
@@ -102,22 +103,17 @@ class BlockSGD(BlockOptimizer):
             return
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):
-            factors = [
-                [
-                    scale * lr
-                    for scale in spread(entries, [entry.state["scale"] for entry in entries])
-                ]
-            ]
+            scales = spread(entries, [entry.state["scale"] for entry in entries])
+            factors = [[scale * lr for scale in scales]]
         for ps, gs, *rest in in_chunks(*columns, *factors):
             directions = list(torch._foreach_neg(gs)) if group["maximize"] else gs
             if momentum:
                 for g, u in zip(directions, rest[0]):
                     torch.add(g, u, alpha=momentum, out=u)
-                directions = (
-                    list(torch._foreach_add(directions, rest[0], alpha=momentum))
-                    if group["nesterov"]
-                    else rest[0]
-                )
+                if group["nesterov"]:
+                    directions = list(torch._foreach_add(directions, rest[0], alpha=momentum))
+                else:
+                    directions = rest[0]
             decay(ps, group)
             if factors:
                 torch._foreach_addcmul_(ps, directions, rest[-1], value=-1)

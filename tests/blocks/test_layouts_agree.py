@@ -133,7 +133,7 @@ def scales_for(blocks, scales):
 
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("kv", [HEADS, KEY_VALUE_HEADS, 1])
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "bf16" not in n])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", [contiguous, conv1d, interleaved])
 def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
     results = []

@@ -17,16 +17,13 @@ OPTIMIZERS: dict[str, Callable[..., blockopt.optim.BlockOptimizer]] = {
     "adamw-block": lambda groups, **k: blockopt.BlockAdamW(
         groups, **{"lr": 1e-2, **k}, second_moment="block"
     ),
-    "adamw-block-bf16": lambda groups, **k: blockopt.BlockAdamW(
-        groups, **{"lr": 1e-2, **k}, second_moment="block", momentum_dtype=torch.bfloat16
-    ),
     "sgd": lambda groups, **k: blockopt.BlockSGD(
         groups, **{"lr": 1e-1, **k}, momentum=0.9, nesterov=True
     ),
     "sgd-plain": lambda groups, **k: blockopt.BlockSGD(groups, **{"lr": 1e-1, **k}),
     "muon": lambda groups, **k: blockopt.BlockMuon(groups, **{"lr": 1e-2, **k}),
-    "muon-heads": lambda groups, **k: blockopt.BlockMuon(
-        groups, **{"lr": 1e-2, **k}, split_heads=True, second_moment="block"
+    "muon-block": lambda groups, **k: blockopt.BlockMuon(
+        groups, **{"lr": 1e-2, **k}, second_moment="block"
     ),
 }
 

@@ -104,11 +104,9 @@ class ReferenceMuon(ReferenceAdamW):
         rows, out = u.movedim(dim, 0), torch.empty_like(u.movedim(dim, 0))
         roles = blocks.block_roles
         for role in dict.fromkeys(roles):
-            mine = [b for b, r in enumerate(roles) if r == role]
-            by_head = self.options["split_heads"] and role in {"query", "key", "value", "output"}
-            for members in [[b] for b in mine] if by_head else [mine]:
-                chosen = torch.isin(ids, torch.tensor(members))
-                out[chosen] = 0.2 * math.sqrt(max(rows[chosen].shape)) * newton_schulz(rows[chosen])
+            members = [block for block, r in enumerate(roles) if r == role]
+            chosen = torch.isin(ids, torch.tensor(members))
+            out[chosen] = 0.2 * math.sqrt(max(rows[chosen].shape)) * newton_schulz(rows[chosen])
         return out.movedim(0, dim)
 
 

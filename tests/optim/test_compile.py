@@ -20,9 +20,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compiled_step_equals_eager_and_scales_do_not_recompile(name, monkeypatch):
-    monkeypatch.setattr(
-        "blockopt.optim.muon.CPU_DTYPE", torch.float32
-    )  # bfloat16 would round differently where it is fused
+    # bfloat16 would round differently where it is fused.
+    monkeypatch.setattr("blockopt.optim.newton_schulz.CPU_DTYPE", torch.float32)
     torch._dynamo.reset()
     eager, compiled = tiny_gpt(), tiny_gpt()
     a = OPTIMIZERS[name](blockopt.param_groups(eager), lr=torch.tensor(1e-2))
@@ -42,8 +41,7 @@ def test_compiled_step_equals_eager_and_scales_do_not_recompile(name, monkeypatc
         a.step()
         with torch._dynamo.config.patch(error_on_recompile=turn >= 2):
             step()
-    tolerance = 2e-2 if "bf16" in name else 1e-5
-    assert_same_weights(eager, compiled, rtol=tolerance, atol=tolerance)
+    assert_same_weights(eager, compiled, rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_step_refuses_a_nonfinite_gradient():
@@ -56,21 +54,3 @@ def test_compiled_step_refuses_a_nonfinite_gradient():
     with pytest.raises(FloatingPointError, match=r"wpe\.weight"):
         torch.compile(optimizer.step)()
     assert_same_weights(model, untouched)
-
-
-@pytest.mark.parametrize("second_moment", ["coordinate", "block"])
-def test_compiled_kernels_equal_the_eager_update(second_moment, monkeypatch):
-    monkeypatch.setattr("blockopt.optim._kernels.SMALLEST", 1)
-    eager, compiled = tiny_gpt(), tiny_gpt()
-    for model, kernels in ((eager, False), (compiled, True)):
-        groups = blockopt.param_groups(model)
-        optimizer = blockopt.BlockAdamW(
-            groups, lr=1e-2, second_moment=second_moment, compiled=kernels
-        )
-        optimizer.set_block_scales(random_scales(optimizer))
-        for turn in range(4):
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 / (turn + 1)
-            set_gradients(model, random_gradients(model, turn))
-            optimizer.step()
-    assert_same_weights(eager, compiled, rtol=1e-5, atol=1e-6)

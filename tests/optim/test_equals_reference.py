@@ -25,14 +25,13 @@ CASES = {
             **ADAM,
             "momentum": 0.95,
             "nesterov": True,
-            "split_heads": False,
             "second_moment": "coordinate",
         },
     ),
-    "muon-heads": (
+    "muon-block": (
         blockopt.BlockMuon,
         ReferenceMuon,
-        {**ADAM, "momentum": 0.9, "nesterov": False, "split_heads": True, "second_moment": "block"},
+        {**ADAM, "momentum": 0.9, "nesterov": False, "second_moment": "block"},
     ),
 }
 

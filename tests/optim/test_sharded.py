@@ -92,7 +92,7 @@ def one_sharded_equals_whole(name):
         set_gradients(plain, gradients)
         a.step()
         b.step()
-    tolerance = 2e-2 if "bf16" in name else 1e-10
+    tolerance = 1e-10
     for (n, x), y in zip(model.named_parameters(), plain.parameters()):
         assert isinstance(x, DTensor)
         torch.testing.assert_close(
