@@ -1,26 +1,20 @@
 """Train a causal language model with any optimizer, on one device or many.
 
-    python recipes/train.py                                                  GPT-2 of 0.5M, standard library, BlockAdamW
-    python recipes/train.py --optimizer adamw --lr 3e-3 --schedule linear    torch's AdamW
-    python recipes/train.py --curvature newton                               a learning rate for every block
+    python recipes/train.py                                     GPT-2 of 0.5M, BlockAdamW
+    python recipes/train.py --optimizer adamw --lr 3e-3         torch's AdamW
+    python recipes/train.py --curvature newton                  a learning rate for every block
     python recipes/train.py --model small --tokenizer gpt2 --data corpus/ --precision bf16 --compile
-    --accumulate 8 python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr
-    1e-4
-    python recipes/train.py --output results/train --resume                  go on after a kill: the same losses as without
+    python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr 1e-4
+    python recipes/train.py --output results/train --resume     continue after a kill
 
     accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml recipes/train.py --cpu
-    --batch-size 16 accelerate launch --config_file recipes/accelerate/multi_gpu_ddp.yaml
-    recipes/train.py --model medium --batch-size 64 accelerate launch --config_file
-    recipes/accelerate/multi_gpu_fsdp2.yaml recipes/train.py --model medium --batch-size 64
-    accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank 0
-    --main_process_ip NAME recipes/train.py
+    accelerate launch --config_file recipes/accelerate/multi_gpu_ddp.yaml recipes/train.py
+    accelerate launch --config_file recipes/accelerate/multi_gpu_fsdp2.yaml recipes/train.py
 
-`--batch-size` is that of a whole step, over all processes and micro-batches, so a run means the
-same on any number of them. With `--curvature` block learning rates depend a little on the number of
-processes: each measures the curvature of its share of the batch, and these are averaged. They do
-not depend on micro-batches, but where samples are drawn, which are then others. Writes to the
-folder of the run: `log.jsonl` (a line a step, see `recipes/run_log.py`), `checkpoints/`, and at the
-end `model/`, for `from_pretrained` of transformers.
+`--batch-size` counts the sequences of a whole step, over all processes and micro-batches, so a run
+means the same on any number of them. The folder of the run gets `log.jsonl` (one line per step, see
+`recipes/training/run_log.py`), `checkpoints/`, and at the end `model/`, which `from_pretrained` of
+transformers loads. A run that was killed continues with `--resume`, with the same losses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every script runs, and refuses bad arguments at once."""
+"""Every recipe starts as a file and as a module; those of benchmarks have tests of their own."""
 
-import json
+import runpy
 import subprocess
 import sys
 
@@ -8,11 +8,42 @@ import pytest
 
 from tests.helpers import ROOT
 
+SCRIPTS = ("train", "train_hf", "compare", "figures", "prepare_data", "block_lr_demo")
+
 
 def run(*arguments, cwd=ROOT):
     return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300
     )
+
+
+def test_only_entry_points_stand_at_the_top_of_recipes():
+    assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == {"__init__", *SCRIPTS}
+
+
+@pytest.mark.parametrize("way", ["file", "module"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script, way, monkeypatch, capsys):
+    """Started in this process, which has loaded torch: a new one would take seconds for each."""
+    path, module = ROOT / "recipes" / f"{script}.py", f"recipes.{script}"
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        if way == "file":
+            runpy.run_path(str(path), run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {script}.py")
+
+
+@pytest.mark.parametrize("way", ["file", "module"])
+def test_a_script_starts_in_any_folder(way, tmp_path):
+    start = ["-m", "recipes.prepare_data"]
+    start = [ROOT / "recipes" / "prepare_data.py"] if way == "file" else start
+    done = run(*start, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: prepare_data.py")
 
 
 def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
@@ -25,49 +56,7 @@ def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
     assert {row.split(",")[0] for row in rows[1:]} == {"1", "6", "11"}
 
 
-@pytest.mark.parametrize(
-    ("script", "arm"),
-    [
-        ("step_time", "BlockMuon"),
-        ("memory", "BlockMuon"),
-        ("curvature_cost", "hutchinson"),
-        ("hessian_speed", "curvlinops"),
-    ],
-)
-def test_benchmark_writes_its_table_and_json(script, arm, tmp_path):
-    output, plot = tmp_path / "out.json", tmp_path / "out.png"
-    done = run(f"benchmarks/{script}.py", "--quick", "--output", output, "--plot", plot)
-    assert done.returncode == 0, done.stderr
-    assert arm in done.stdout
-    assert json.loads(output.read_text())
-    assert plot.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("recipes/block_lr_demo.py", "--curvature", "guess"),
-        ("benchmarks/step_time.py", "--rounds", 0),
-        ("benchmarks/curvature_cost.py", "--batch", 0),
-    ],
-)
-def test_bad_arguments_are_refused(arguments):
-    done = run(*arguments)
+def test_bad_arguments_are_refused():
+    done = run("recipes/block_lr_demo.py", "--curvature", "guess")
     assert done.returncode == 2
     assert "error" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        *("recipes/block_lr_demo.py", "recipes/train.py", "recipes/train_hf.py"),
-        *(
-            "benchmarks/step_time.py",
-            "benchmarks/memory.py",
-            "benchmarks/curvature_cost.py",
-            "benchmarks/hessian_speed.py",
-        ),
-    ],
-)
-def test_help(script):
-    assert "usage" in run(script, "--help").stdout

@@ -39,11 +39,9 @@ def assert_state(found, step, size=1000):
 
 
 def python(code, *arguments, **options):
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n" + textwrap.dedent(code)
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes, **options)
 
 
 def test_doctests():
