@@ -1,1 +1,1 @@
-"""Measured ratios: the files here are the entry points."""
+"""Measured ratios of cost and accuracy. The modules at this level are the scripts."""

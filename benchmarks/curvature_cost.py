@@ -1,18 +1,16 @@
-"""What a refresh of the block curvature costs, in training steps, and how near each estimator comes to the exact curvature.
+"""Measure what a refresh of the block curvature costs, and how accurate each estimator is.
 
-Cost: every estimator on one GPT-2 and one batch, next to a training step. Accuracy: a GPT so small
-that its Hessian and its Gauss-Newton matrix can be computed entry by entry, at initialisation and
-after some steps (`_exact.py`).
+Cost: every estimator on one GPT-2 and one batch, next to a training step. Overhead: training with
+BlockLR at its defaults, next to training without it. Accuracy: a GPT so small that its Hessian and
+its Gauss-Newton matrix can be computed entry by entry, at initialisation and after some steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,494 +18,309 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.lib.arms import (
+from benchmarks.lib.accuracy import LEVELS, judge
+from benchmarks.lib.arms import LR
+from benchmarks.lib.estimators import MEASURED
+from benchmarks.lib.exact_curvature import SMALL, TINY, amount_of_work, points
+from benchmarks.lib.options import Parser, positive
+from benchmarks.lib.output import (
     CONSOLE,
-    LR,
-    add_outputs,
-    check,
-    machine_of_run,
-    positive,
+    at_most,
+    chart,
     progress_bar,
+    quartiles,
     save,
+    setting,
     show,
     verdict,
+    warn_if_busy,
 )
-from benchmarks.lib.exact_curvature import LEVELS, SMALL, TINY, amount_of_work, judge, points
-from benchmarks.step_time import BUSY, ratio
-from blockopt import BlockAdamW, BlockLR, find_blocks, param_groups
-from blockopt.block_lr.history import role_of
-from blockopt.block_lr.scales import block_scales
+from benchmarks.lib.timing import conditions, time_in_rounds
+from blockopt import BlockAdamW, BlockLR, block_scales, find_blocks, param_groups
 from blockopt.blocks import ROLES
-from blockopt.curvature import (
-    analytic,
-    directional,
-    gauss_newton,
-    gradient,
-    hutchinson,
-    newton,
-    power_law,
-)
+from blockopt.curvature import Request, power_law
 from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config
 
-STEP = "training step"
+Results = dict[str, Any]
+STEP, SCALES = "training step", "block_scales"
 DEFAULTS = {name: option.default for name, option in inspect.signature(BlockLR).parameters.items()}
 EVERY = DEFAULTS["every"]
-OVERHEAD = 0.03  # of the time of training that BlockLR may take at its defaults
-RANK = 0.9  # rank correlation with the exact curvature of the tensors that we aim at
-SEEDS = 5
-SHOWN = {"analytic outer": "o", "gauss_newton": "^", "hutchinson": "s"}
+# The largest acceptable cost of a refresh in training steps, and overhead of BlockLR; and the
+# smallest acceptable rank correlation with the exact curvature of the tensors.
+COST = {"gradient": 0.05, "hutchinson": 5.0}
+COST |= dict.fromkeys(("analytic", "analytic, full", "secant", "newton"), 2.0)
+OVERHEAD = 0.03
+RANK = 0.9
+SHOWN = {"analytic": ("GN", "o"), "gauss_newton": ("GN", "^"), "hutchinson": ("H", "s")}
 
 
-class Refreshes:
-    """A GPT-2 in training and all that the estimators need of it.
+def random_batch(config: GPT2Config, batch: int) -> Tensor:
+    """Return random tokens and random targets, stacked."""
+    shape = (2, batch, config.context)
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def measure_cost(config: GPT2Config, batch: int, rounds: int) -> Results:
+    """Time every estimator and a training step on the same batch.
 
     Args:
         config: Sizes of the model.
-        batch: Sequences of random tokens a batch.
+        batch: Sequences in the batch.
+        rounds: Number of rounds.
     """
+    torch.manual_seed(0)
+    model = GPT2(config)
+    blocks, (tokens, targets) = find_blocks(model), random_batch(config, batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def __init__(self, config: GPT2Config, batch: int) -> None:
-        torch.manual_seed(0)
-        self.model = GPT2(config)
-        self.tokens, self.targets = torch.randint(config.vocab_size, (2, batch, config.context))
-        self.blocks = find_blocks(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-        before = [p.detach().clone() for p in self.model.parameters()]
-        self.loss().backward()
-        self.gradients = [p.grad for p in self.model.parameters()]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.update = {
-            name: p.detach() - old for (name, p), old in zip(self.model.named_parameters(), before)
-        }
-        self.curvature = power_law(self.model, blocks=self.blocks)
+    def loss() -> Tensor:
+        return model(tokens, targets)
 
-    def loss(self) -> Tensor:
-        """The loss of the batch."""
-        return self.model(self.tokens, self.targets)
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def step(self) -> None:
-        """What every estimator is compared with."""
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    loss().backward()
+    gradients = [p.grad for p in model.parameters()]
+    optimizer.step()
+    request = Request(
+        model=model,
+        blocks=blocks,
+        losses=loss,
+        update={name: p.detach() - before[name] for name, p in model.named_parameters()},
+        scales={name: torch.ones(b.num_blocks) for name, b in blocks.items()},
+        by="role",
+        num_probes=1,
+        generator=torch.Generator().manual_seed(0),
+    )
 
-    def prepare(self, arm: CostArm) -> None:
-        """A refresh finds the gradients of the step before it; a step finds none."""
-        for p, g in zip(self.model.parameters(), self.gradients):
-            p.grad = None if arm.name == STEP else g
+    def prepare(name: str) -> None:  # a refresh finds the gradients of the step before it
+        for p, g in zip(model.parameters(), gradients):
+            p.grad = None if name == STEP else g
 
-
-@dataclass(frozen=True)
-class CostArm:
-    """Something to time.
-
-    Attributes:
-        name: Its name in the table.
-        run: Does it.
-        target: The most training steps it should cost.
-    """
-
-    name: str
-    run: Callable[[Refreshes], Any]
-    target: float | None = None
-
-
-COST_ARMS = (
-    CostArm(STEP, lambda r: r.step()),
-    CostArm("gradient", lambda r: gradient(r.model, blocks=r.blocks), 0.05),
-    CostArm("power_law", lambda r: power_law(r.model, blocks=r.blocks)),
-    CostArm("gauss_newton", lambda r: gauss_newton(r.model, r.loss, blocks=r.blocks)),
-    CostArm("analytic outer", lambda r: analytic(r.model, r.loss, blocks=r.blocks), 2.0),
-    CostArm(
-        "analytic full", lambda r: analytic(r.model, r.loss, blocks=r.blocks, part="full"), 2.0
-    ),
-    CostArm(
-        "analytic functional",
-        lambda r: analytic(r.model, r.loss, blocks=r.blocks, part="functional"),
-    ),
-    CostArm(
-        "secant",
-        lambda r: directional(r.model, r.loss, r.update, blocks=r.blocks, method="secant"),
-        2.0,
-    ),
-    CostArm("newton", lambda r: newton(r.model, r.loss, r.update, blocks=r.blocks), 2.0),
-    CostArm("directional", lambda r: directional(r.model, r.loss, r.update, blocks=r.blocks)),
-    CostArm("hutchinson", lambda r: hutchinson(r.model, r.loss, blocks=r.blocks), 5.0),
-    CostArm("block_scales", lambda r: block_scales(r.curvature, r.model, r.blocks)),
-)
-
-
-def measure_cost(refreshes: Refreshes, rounds: int) -> dict[str, dict[str, Any]]:
-    """Each arm once a round, in an order that rotates, after a round to warm up; ratios to the step of the same round."""
-    times: dict[str, list[float]] = {arm.name: [] for arm in COST_ARMS}
-    with progress_bar("Refreshes", (1 + rounds) * len(COST_ARMS)) as advance:
-        for number in range(-1, rounds):
-            start = number % len(COST_ARMS)
-            for arm in COST_ARMS[start:] + COST_ARMS[:start]:
-                refreshes.prepare(arm)
-                begin = time.perf_counter()
-                arm.run(refreshes)
-                if number >= 0:
-                    times[arm.name].append(time.perf_counter() - begin)
-                advance(arm.name)
+    calls = {STEP: step, **{name: partial(run, request) for name, run in MEASURED.items()}}
+    calls[SCALES] = partial(block_scales, power_law(model, blocks=blocks), model, blocks)
+    times = time_in_rounds(calls, rounds, "Refreshes", prepare=prepare)
     return {
-        arm.name: {
-            "median_ms": 1e3 * median(times[arm.name]),
-            "steps": ratio(times, arm.name, STEP),
-            "target": arm.target,
-            "seconds": times[arm.name],
+        name: {
+            "median_ms": times.milliseconds(name),
+            "steps": times.ratio(name, STEP),
+            "target": COST.get(name),
+            "seconds": times.seconds[name],
         }
-        for arm in COST_ARMS
+        for name in calls
     }
 
 
-def measure_training(config: GPT2Config, batch: int, cycles: int) -> dict[str, Any]:
-    """The time of training with BlockLR at its defaults, over that without it, for whole cycles from refresh to refresh.
+def measure_overhead(config: GPT2Config, batch: int, cycles: int) -> Results:
+    """Time training with `BlockLR` at its defaults and without it, from refresh to refresh.
 
-    Both train the same model with BlockAdamW, step by step in turns. The first refresh, after step
-    1, is left out like all that comes first; each cycle has one.
+    Two copies of a model train step by step in turns. The first refresh, after step 1, is part of
+    the warm-up; each cycle has one more.
     """
-    tokens, targets = torch.randint(
-        config.vocab_size, (2, batch, config.context), generator=torch.Generator().manual_seed(0)
-    )
+    tokens, targets = random_batch(config, batch)
+    refreshed: list[bool] = []
 
-    def make(with_block_lr: bool) -> Callable[[], bool]:
+    def make(with_block_lr: bool) -> Callable[[], None]:
         torch.manual_seed(0)
         model = GPT2(config)
         optimizer = BlockAdamW(param_groups(model), lr=LR)
         block_lr = BlockLR(optimizer, model) if with_block_lr else None
-        calls = []
 
         def loss() -> Tensor:
-            calls.append(None)
+            refreshed[-1] = True
             return model(tokens, targets)
 
-        def step() -> bool:
-            calls.clear()
+        def step() -> None:
             model(tokens, targets).backward()
             optimizer.step()
             if block_lr is not None:
+                refreshed.append(False)
                 block_lr.step(loss)
             optimizer.zero_grad()
-            return bool(calls)
 
         return step
 
-    arms, times, refreshed = (make(False), make(True)), ([], []), []
-    with warnings.catch_warnings(), progress_bar("Training", 2 + cycles * EVERY) as advance:
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # random tokens teach nothing: curvature may well be negative
-        for number in range(-2, cycles * EVERY):
-            for which in (0, 1) if number % 2 else (1, 0):
-                begin = time.perf_counter()
-                due = arms[which]()
-                elapsed = time.perf_counter() - begin
-                if number >= 0:
-                    times[which].append(elapsed)
-                    refreshed += [due] * which
-            advance("with and without BlockLR")
-    plain, scaled = times
-    if sum(refreshed) != cycles:
-        raise RuntimeError(
-            f"{sum(refreshed)} refreshes in {cycles} cycles. Must be one a cycle, or the overhead is not BlockLR's."
-        )
-    between = median(b / a for a, b, due in zip(plain, scaled, refreshed) if not due)
+    calls = {"without": make(False), "with": make(True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the curvature of noise may be negative
+        times = time_in_rounds(calls, cycles * EVERY, "Training", warm_up=2)
+    if sum(refreshed[2:]) != cycles:
+        raise RuntimeError(f"{sum(refreshed[2:])} refreshes in {cycles} cycles, expected one each.")
+    plain = times.seconds["without"]
+    steps = list(zip(plain, times.seconds["with"], refreshed[2:]))
+    between = median(b / a for a, b, due in steps if not due)
     return {
         "steps": len(plain),
-        "overhead": sum(scaled) / sum(plain) - 1,
+        "overhead": sum(times.seconds["with"]) / sum(plain) - 1,
         "between_refreshes": between - 1,
-        "refreshes": sum(b - between * a for a, b, due in zip(plain, scaled, refreshed) if due)
-        / sum(plain),
-        "step_ms": 1e3 * median(plain),
+        "refreshes": sum(b - between * a for a, b, due in steps if due) / sum(plain),
+        "step_ms": times.milliseconds("without"),
         "target": OVERHEAD,
-        "seconds": {"without": plain, "with": scaled},
+        "seconds": times.seconds,
     }
 
 
-def show_cost(results: dict[str, Any], title: str, machine: dict[str, Any]) -> None:
+def show_cost(cost: Results, title: str, run: Results) -> None:
     """Print the costs."""
     rows = []
-    for name, arm in results.items():
-        steps, target = arm["steps"], arm["target"]
-        digits = 4 if steps["median"] < 0.1 else 2
-        quartiles = (
-            f"{steps['median']:.{digits}f} ({steps['low']:.{digits}f}-{steps['high']:.{digits}f})"
-        )
-        bound = "" if target is None else f"<= {target:g}"
-        rows.append(
-            [name, f"{arm['median_ms']:.1f}", quartiles, bound, verdict(steps["median"], target)]
-        )
-    show(title, ["arm", "ms", "training steps (quartiles)", "target", "met?"], rows, machine)
+    for name, found in cost.items():
+        steps, target = found["steps"], found["target"]
+        cell = quartiles(steps, 4 if steps["median"] < 0.1 else 2)
+        met = verdict(steps["median"], target)
+        rows.append([name, f"{found['median_ms']:.1f}", cell, at_most(target), met])
+    show(title, ["measured", "ms", "training steps (quartiles)", "target", "met?"], rows, run)
 
 
-def show_training(
-    training: dict[str, Any], direct: float, sizes: tuple[str, str], machine: dict[str, Any]
-) -> None:
-    """Print what BlockLR adds to training."""
-    bound = f"<= {100 * OVERHEAD:g} %"
-    what = [
-        (
-            f"{sizes[0]}, {training['steps']} steps with it over as many without",
-            training["overhead"],
-            True,
-        ),
-        ("    of which the refreshes", training["refreshes"], False),
-        (
-            "    of which the steps between, now with scales (median)",
-            training["between_refreshes"],
-            False,
-        ),
-        (
-            f"{sizes[1]}, {DEFAULTS['curvature']} and block_scales over {EVERY} training steps",
-            direct,
-            True,
-        ),
-    ]
-    rows = [
-        [
-            name,
-            f"{100 * share:.2f} %",
-            bound if aimed else "",
-            verdict(share, OVERHEAD) if aimed else "",
-        ]
-        for name, share, aimed in what
-    ]
-    show(
-        f"BlockLR at its defaults, a refresh every {EVERY} steps",
-        ["measured", "overhead", "target", "met?"],
-        rows,
-        machine,
+def show_overhead(overhead: Results, direct: float, sizes: tuple[str, str], run: Results) -> None:
+    """Print what `BlockLR` adds to training."""
+    measured = (
+        (f"{sizes[0]}, {overhead['steps']} steps with it over as many without", "overhead"),
+        ("    of which the refreshes", "refreshes"),
+        ("    of which the steps between, now with scales (median)", "between_refreshes"),
     )
+    rows = [[what, f"{100 * overhead[key]:.2f} %", "", ""] for what, key in measured]
+    what = f"{sizes[1]}, {DEFAULTS['curvature']} and {SCALES} over {EVERY} training steps"
+    rows.append([what, f"{100 * direct:.2f} %", "", ""])
+    for row, share in ((rows[0], overhead["overhead"]), (rows[-1], direct)):
+        row[2:] = f"<= {100 * OVERHEAD:g} %", verdict(share, OVERHEAD)
+    title = f"BlockLR at its defaults, a refresh every {EVERY} steps"
+    show(title, ["measured", "overhead", "target", "met?"], rows, run)
+
+
+def show_accuracy(found: Results, title: str, run: Results) -> None:
+    """Print the rank correlations and ratios at one point of training."""
+    rows = []
+    for row in found["rows"]:
+        tensor = row["rank"]["tensor"]
+        ranks = {level: f"{row['rank'][level]['mean']:.2f}" for level in LEVELS}
+        name = row["name"]
+        if row["probes"]:
+            ranks["tensor"] += f" ({tensor['min']:.2f})"
+            name += f", {row['probes']}"
+        low, middle, high = (two_digits(row["ratio"][key]) for key in ("low", "median", "high"))
+        met = verdict(tensor["mean"], smallest=RANK) if row["default"] else ""
+        rows.append([name, row["of"], *ranks.values(), f"{middle} ({low} .. {high})", met])
+    columns = ["estimator, probes", "vs", "role", "layer", "tensor (min)", "head"]
+    show(title, [*columns, "ratio (10 .. 90 %)", "met?"], rows, run)
 
 
 def two_digits(value: float) -> str:
-    """A number of any size, short."""
+    """Return a number of any size, rounded to two digits."""
     return f"{float(f'{value:.1e}'):g}"
 
 
-def show_accuracy(found: dict[str, Any], title: str, machine: dict[str, Any]) -> None:
-    """Print rank correlations and ratios at one point of training."""
-    rows = []
-    for row in found["rows"]:
-        ranks = [f"{row['rank'][level]['mean']:.2f}" for level in LEVELS]
-        tensor = row["rank"]["tensor"]
-        if row["probes"]:
-            ranks[LEVELS.index("tensor")] += f" ({tensor['min']:.2f})"
-        name = f"{row['name']}, {row['probes']}" if row["probes"] else row["name"]
-        low, middle, high = (two_digits(row["ratio"][key]) for key in ("low", "median", "high"))
-        met = verdict(-tensor["mean"], -RANK) if row["default"] else ""
-        rows.append([name, row["of"], *ranks, f"{middle} ({low} .. {high})", met])
-    columns = [
-        "estimator, probes",
-        "vs",
-        "role",
-        "layer",
-        "tensor (min)",
-        "head",
-        "ratio (10 .. 90 %)",
-        "met?",
-    ]
-    show(title, columns, rows, machine)
+def plot(path: Path, cost: Results, accuracy: Results, run: Results) -> None:
+    """Draw the costs with their targets, and estimated over exact curvature of all tensors."""
+    with chart(path, setting(run), 1, 1 + len(accuracy), figsize=(16, 5.2)) as (figure, axes):
+        bars, *scatters = axes[0]
+        draw_cost(bars, cost)
+        handles: dict[str, Any] = {}
+        for axis, (name, found) in zip(scatters, accuracy.items()):
+            draw_accuracy(axis, found, handles)
+            axis.set_title(f"Curvature {name}, one probe")
+        order = sorted(handles, key=[*ROLES, *SHOWN].index)
+        handles = {name: handles[name] for name in order}
+        place = {"loc": "outside right center", "frameon": False}
+        figure.legend(handles.values(), handles.keys(), **place)
 
 
-def plot(
-    path: Path, cost: dict[str, Any], accuracy: dict[str, Any], machine: dict[str, Any]
-) -> None:
-    """Bars of the costs with their targets, and estimates over exact curvature of all tensors at each point of training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, 1 + len(accuracy), figsize=(16, 5.2), layout="constrained", squeeze=False
-    )
-    bars, *scatters = axes[0]
+def draw_cost(axis: Any, cost: Results) -> None:
+    """Draw one bar per estimator, with its target in orange."""
     names = [name for name in cost if name != STEP]
     values = [cost[name]["steps"]["median"] for name in names]
-    bars.barh(names, values, color="tab:blue")
-    targets = [
-        (place, cost[name]["target"])
-        for place, name in enumerate(names)
-        if cost[name]["target"] is not None
-    ]
-    bars.scatter(
-        [t for _, t in targets],
-        [p for p, _ in targets],
-        marker="|",
-        s=260,
-        linewidths=3,
-        color="tab:orange",
-    )
-    for place, (name, value) in enumerate(zip(names, values)):  # right of bar and target
-        end = (max(value, cost[name]["target"] or 0.0), place)
-        bars.annotate(f"{value:.2g}", end, xytext=(5, 0), textcoords="offset points", va="center")
-    bars.axvline(1, color="tab:gray", linewidth=0.8, linestyle=":")
-    bars.invert_yaxis()
-    bars.margins(x=0.12)
-    bars.set(xlabel="training steps a refresh (orange: target)", title="Cost")
-    colours = plt.get_cmap("tab20").colors
-    seen: dict[str, Any] = {}
-    for axis, (name, found) in zip(scatters, accuracy.items()):
-        draw_scatter(axis, found, colours, seen)
-        axis.set(
-            title=f"Curvature {name}, one probe",
-            xlabel="exact (GN, or H for hutchinson)",
-            ylabel="estimated",
-        )
-    for axis in axes[0]:
-        axis.spines[["top", "right"]].set_visible(False)
-    roles = sorted({role for role in seen if role in ROLES}, key=ROLES.index)
-    handles = [*(seen[role] for role in roles), *(seen[name] for name in SHOWN)]
-    figure.legend(handles, [*roles, *SHOWN], loc="outside right center", frameon=False)
-    figure.suptitle(
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}", fontsize=9
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    CONSOLE.print(f"Wrote {path}")
+    axis.barh(names, values, color="tab:blue")
+    for place, (name, value) in enumerate(zip(names, values)):
+        target = cost[name]["target"] or 0.0
+        if target:
+            axis.scatter(target, place, marker="|", s=260, linewidths=3, color="tab:orange")
+        end = (max(value, target), place)  # the label stands right of bar and target
+        axis.annotate(f"{value:.2g}", end, xytext=(5, 0), textcoords="offset points", va="center")
+    axis.axvline(1, color="tab:gray", linewidth=0.8, linestyle=":")
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set(xlabel="training steps per refresh (orange: target)", title="Cost")
 
 
-def draw_scatter(axis: Any, found: dict[str, Any], colours: Any, seen: dict[str, Any]) -> None:
-    """One point a tensor and estimator; `seen` gets a handle of each role and estimator for the legend."""
-    own = {"analytic outer": "GN", "gauss_newton": "GN", "hutchinson": "H"}
+def draw_accuracy(axis: Any, found: Results, handles: dict[str, Any]) -> None:
+    """Draw one point per tensor and estimator, and add handles of both for the legend."""
+    import matplotlib.pyplot as plt
+
+    colours = dict(zip(ROLES, plt.get_cmap("tab20").colors))
     extremes, hidden = [], 0
-    for estimator, marker in SHOWN.items():
-        for label, exact, estimate in zip(
-            found["tensors"], found["values"][own[estimator]], found["values"][estimator]
-        ):
+    for estimator, (own, marker) in SHOWN.items():
+        exact_values, estimates = found["values"][own], found["values"][estimator]
+        for tensor, exact, estimate in zip(found["tensors"], exact_values, estimates):
             if exact <= 0 or estimate <= 0:
                 hidden += 1
                 continue
-            role = role_of(label)
-            colour = colours[ROLES.index(role)]
-            face = "none" if estimator == "hutchinson" else colour
-            axis.scatter(
-                exact, estimate, marker=marker, s=24, alpha=0.75, facecolor=face, edgecolor=colour
-            )
+            colour = colours[tensor["role"]]
+            style = {"facecolor": "none" if estimator == "hutchinson" else colour}
+            axis.scatter(exact, estimate, s=24, marker=marker, alpha=0.75, ec=colour, **style)
             extremes += [exact, estimate]
-            seen.setdefault(role, axis.scatter([], [], color=colour))
-        seen.setdefault(
-            estimator, axis.scatter([], [], marker=marker, facecolor="none", edgecolor="k")
-        )
-    axis.set(xscale="log", yscale="log")
+            handles.setdefault(tensor["role"], axis.scatter([], [], color=colour))
+        handles.setdefault(estimator, axis.scatter([], [], marker=marker, fc="none", ec="k"))
     low, high = min(extremes) / 2, max(extremes) * 2
     axis.plot([low, high], [low, high], color="tab:gray", linewidth=0.8, zorder=0)
-    axis.text(
-        0.98,
-        0.02,
-        f"{hidden} not positive, not shown",
-        transform=axis.transAxes,
-        ha="right",
-        fontsize=8,
-    )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--size",
-        choices=tuple(PRESETS),
-        default="10M",
-        help="preset of recipes/gpt2.py to time refreshes on",
-    )
-    parser.add_argument(
-        "--train-size",
-        choices=tuple(PRESETS),
-        default="3M",
-        help="preset to time training with BlockLR on",
-    )
-    parser.add_argument(
-        "--batch",
-        type=positive,
-        default=8,
-        help="sequences a batch, as long as the preset's context",
-    )
-    parser.add_argument("--threads", type=positive, default=2, help="threads of torch")
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds of refreshes")
-    parser.add_argument(
-        "--cycles", type=positive, default=1, help=f"cycles of {EVERY} training steps"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models, in seconds, to see that it works"
-    )
-    add_outputs(parser, "curvature_cost")
-    return parser
+    axis.set(xscale="log", yscale="log", ylabel="estimated")
+    axis.set_xlabel("exact Gauss-Newton, for hutchinson exact Hessian")
+    note = f"{hidden} not positive, not shown"
+    axis.text(0.98, 0.02, note, transform=axis.transAxes, ha="right", fontsize=8)
 
 
 def main() -> None:
     """Measure, print, save."""
-    parser = make_parser()
-    arguments = parser.parse_args()
-    small, steps, seeds = SMALL, 200, SEEDS
+    parser = Parser("curvature_cost", __doc__)
+    parser.add_preset("--size", "10M", "preset of recipes/common/gpt2.py to time refreshes on")
+    parser.add_preset("--train-size", "3M", "preset to time training with BlockLR on")
+    length = "sequences per batch, as long as the preset's context"
+    parser.add_argument("--batch", type=positive, default=8, help=length)
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds of refreshes")
+    cycles = f"cycles of {EVERY} training steps"
+    parser.add_argument("--cycles", type=positive, default=1, help=cycles)
+    arguments = parser.parse()
+    small, steps, seeds = SMALL, 200, 5
     if arguments.quick:
-        arguments.size = arguments.train_size = "0.5M"
-        arguments.batch, arguments.rounds, arguments.cycles, arguments.threads = 1, 2, 1, 1
+        arguments.size = arguments.train_size = "tiny"
+        arguments.batch, arguments.rounds, arguments.cycles = 1, 2, 1
         small, steps, seeds = TINY, 20, 2
-    check(parser, arguments, ["matplotlib"])
+    presets = {**PRESETS, "tiny": TINY}
+    batch, config, train = arguments.batch, presets[arguments.size], presets[arguments.train_size]
 
-    config, machines = PRESETS[arguments.size], {}
-    refreshes = Refreshes(config, arguments.batch)
-    with machine_of_run() as machines["cost"]:
-        cost = measure_cost(refreshes, arguments.rounds)
-    million = sum(p.numel() for p in refreshes.model.parameters()) / 1e6
-    del refreshes
-    show_cost(
-        cost,
-        f"A refresh, {million:.1f}M parameters, {arguments.batch} x {config.context} tokens",
-        machines["cost"],
-    )
-    with machine_of_run() as machines["training"]:
-        training = measure_training(
-            PRESETS[arguments.train_size], arguments.batch, arguments.cycles
-        )
-    direct = (
-        sum(cost[name]["steps"]["median"] for name in (DEFAULTS["curvature"], "block_scales"))
-        / EVERY
-    )
-    show_training(training, direct, (arguments.train_size, arguments.size), machines["training"])
-    if any(
-        machine["waiting"] is not None and machine["waiting"] > BUSY
-        for machine in machines.values()
-    ):
-        CONSOLE.print(
-            "[red]Other processes wanted the cores during this run: do not trust its times."
-        )
-    options = {
-        key: value for key, value in vars(arguments).items() if key not in ("output", "plot")
-    }
-    results = {
-        "options": options,
-        "machines": machines,
-        "cost": cost,
-        "training": training,
-        "direct_overhead": direct,
-    }
-    save(arguments.output, results)  # each time: a run cut short keeps what it has
+    runs: Results = {}
+    with conditions() as runs["cost"]:
+        cost = measure_cost(config, batch, arguments.rounds)
+    show_cost(cost, f"A refresh, {arguments.size}, {batch} x {config.context} tokens", runs["cost"])
+    with conditions() as runs["training"]:
+        overhead = measure_overhead(train, batch, arguments.cycles)
+    refresh = [cost[name]["steps"]["median"] for name in (DEFAULTS["curvature"], SCALES)]
+    direct = sum(refresh) / EVERY
+    show_overhead(overhead, direct, (arguments.train_size, arguments.size), runs["training"])
+    warn_if_busy(*runs.values())
+    options = {name: str(value) for name, value in vars(arguments).items()}
+    results = {"options": options, "conditions": runs, "cost": cost}
+    results |= {"training": overhead, "direct_overhead": direct}
+    save(arguments.output, results)  # a run that is cut short keeps what it has
 
-    accuracy: dict[str, Any] = {}
-    with (
-        machine_of_run() as machines["accuracy"],
-        progress_bar("Exact", 2 * amount_of_work(small)) as advance,
-    ):
+    accuracy: Results = {}
+    work = 2 * amount_of_work(small)
+    with conditions() as runs["accuracy"], progress_bar("Exact", work) as advance:
         for point in points(small, steps):
             accuracy[point.name] = judge(point, seeds, advance)
     for name, found in accuracy.items():
-        numel = sum(p.numel() for p in point.model.parameters())
-        title = f"Rank correlation with the exact curvature {name}, {numel:,} parameters, loss {found['loss']:.2f}"
-        show_accuracy(found, title, machines["accuracy"])
+        title = f"Rank correlation with the exact curvature {name}, loss {found['loss']:.2f}"
+        show_accuracy(found, title, runs["accuracy"])
     CONSOLE.print(
-        f"GN, H: exact Gauss-Newton matrix and Hessian. Mean curvature of groups of blocks; mean (min) over {seeds} seeds. "
-        "Ratio: to the exact one, over tensors where that is positive; in units of its median for gradient and power_law, "
-        f"which are relative; matrices: of attention and MLP, which the law is for. Target: {RANK} at level tensor, one probe."
+        "GN, H: exact Gauss-Newton matrix and Hessian. Ranks are of the mean curvature of groups "
+        f"of blocks; mean (min) over {seeds} seeds. Ratio: to the exact value, over tensors where "
+        "that is positive; in units of its median for gradient and power_law, which are relative. "
+        "Matrices: those of attention and MLP, which the power law is about. Target: a rank "
+        f"correlation of {RANK} by tensor with one probe."
     )
     save(arguments.output, {**results, "accuracy": accuracy})
-    plot(arguments.plot, cost, accuracy, machines["cost"])
+    plot(arguments.plot, cost, accuracy, runs["cost"])
 
 
 if __name__ == "__main__":

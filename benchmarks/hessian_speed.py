@@ -1,112 +1,82 @@
-"""How fast the exact Hessians are, next to torch.func and curvlinops, and how their cost grows with length and width.
+"""Measure how fast the exact Hessians are, next to torch.func and curvlinops.
 
-Five tables: dense closed form of an attention layer; factored trace, diagonal and Frobenius norm
-against Hutchinson at 1 % standard error; the factored forms at the size of a layer of GPT-2 small;
-products with vectors of a small GPT; growth of cost.
+Four tables and a chart: the dense closed form of an attention layer; its factored trace, diagonal
+and Frobenius norm; these for a layer of GPT-2 small; products with vectors of a small GPT; and how
+the cost of the factored forms grows with length and width.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import resource
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median, stdev
+from statistics import stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.lib.arms import (
-    CONSOLE,
-    add_outputs,
-    check,
-    machine_of_run,
-    positive,
-    progress_bar,
-    save,
-    show,
-)
 from benchmarks.lib.attention_case import ROLES, AttentionCase
-from benchmarks.step_time import BUSY
-from blockopt.analysis.closed_forms.growth import fit_exponent
-from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
-from blockopt.analysis.operators.model_operators import GaussNewtonOperator, HessianOperator
+from benchmarks.lib.options import Parser, positive
+from benchmarks.lib.output import at_most, chart, progress_bar, save, show, verdict, warn_if_busy
+from benchmarks.lib.timing import conditions, time_in_rounds, timed
+from blockopt.analysis import (
+    GaussNewtonOperator,
+    HessianOperator,
+    SelfAttentionHessian,
+    fit_exponent,
+)
 from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config
 
+Results = dict[str, Any]
 SIZES = ((17, 16), (64, 16), (17, 32), (64, 32))  # length and width
 DENSE_TARGET, FACTORED_TARGET, PRODUCT_TARGET, MEMORY_TARGET = 20.0, 100.0, 1.0, 4.0
 PRECISION = 0.01  # relative standard error that Hutchinson's estimates have to reach
-PILOT = 40  # probes from which the number that this takes is reckoned
-
-Results = dict[str, Any]
+PILOT = 40  # probes from which the number that this takes is estimated
 
 
-def interleaved(
-    arms: Mapping[str, Callable[[], Any]], rounds: int, title: str
-) -> dict[str, list[float]]:
-    """Seconds of each call, one a round, after one that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    with progress_bar(title, (rounds + 1) * len(arms)) as advance:
-        for number in range(rounds + 1):
-            names = list(arms)
-            for name in (
-                names[number % len(names) :] + names[: number % len(names)]
-            ):  # an order that rotates
-                call = arms[name]
-                begin = time.perf_counter()
-                call()
-                elapsed = time.perf_counter() - begin
-                if number:
-                    times[name].append(elapsed)
-                advance(name)
-    return times
+def difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors, over the largest entry of the second."""
+    return float((a - b).abs().max() / b.abs().max())
 
 
-def ratio_of(times: Mapping[str, Sequence[float]], name: str, reference: str) -> float:
-    """Median over the rounds of the ratio within a round."""
-    return median(mine / other for mine, other in zip(times[name], times[reference]))
-
-
-def dense(sizes: Sequence[tuple[int, int]], rounds: int) -> Results:
-    """Closed form, torch.func and curvlinops, values compared; and what it takes to fill a fresh matrix of that size."""
+def dense(sizes: Sequence[tuple[int, int]], rounds: int) -> list[Results]:
+    """Time the closed form, torch.func, curvlinops, and filling a fresh matrix of that size."""
     rows = []
     for length, width in sizes:
         case = AttentionCase(length, width)
-        arms = {
+        calls = {
             "closed form": lambda case=case: case.closed_form().dense(),
             "torch.func": case.by_torch,
             "curvlinops": case.by_curvlinops,
-            "fill": lambda width=width: torch.ones(3 * width**2, 3 * width**2, dtype=torch.float64),
+            "fill": partial(torch.ones, 3 * width**2, 3 * width**2, dtype=torch.float64),
         }
-        ours, exact, theirs, _ = (call() for call in arms.values())
-        times = interleaved(arms, rounds, f"Dense, L = {length}, d = {width}")
+        ours, exact, theirs, _ = (call() for call in calls.values())
+        times = time_in_rounds(calls, rounds, f"Dense, L = {length}, d = {width}")
+        peers = ("torch.func", "curvlinops")
         rows.append(
             {
                 "length": length,
                 "width": width,
-                "milliseconds": {name: 1e3 * median(t) for name, t in times.items()},
-                "faster": {
-                    name: ratio_of(times, name, "closed form")
-                    for name in ("torch.func", "curvlinops")
-                },
-                "difference": float((ours - exact).abs().max() / exact.abs().max()),
-                "difference_of_peer": float((theirs - exact).abs().max() / exact.abs().max()),
+                "milliseconds": {name: times.milliseconds(name) for name in calls},
+                "faster": {name: times.ratio(name, "closed form")["median"] for name in peers},
+                "difference": difference(ours, exact),
+                "difference_of_peer": difference(theirs, exact),
             }
         )
-    return {"rows": rows}
+    return rows
 
 
 def factored(length: int, width: int, rounds: int) -> Results:
-    """Trace, diagonal and Frobenius norm in closed form, against curvlinops.
+    """Time trace, diagonal and Frobenius norm in closed form and with curvlinops.
 
-    Trace and norm by Hutchinson: `n` probes have the standard error of one over √n; the number for
-    1 % is reckoned from the spread of single probes, and its time from that of a product. The
-    diagonal would take more probes than the block has columns, so that for all three the whole
-    block, `H @ I`, is cheaper, and exact.
+    With curvlinops trace and norm come from Hutchinson's estimates: `n` probes have the standard
+    error of one over √n, so the spread of single probes gives the number for 1 %. The diagonal
+    would take more probes than the block has columns. For all three together the whole block,
+    `H @ I`, is therefore cheaper, and exact.
     """
     from curvlinops import hutchinson_squared_fro, hutchinson_trace
 
@@ -121,34 +91,33 @@ def factored(length: int, width: int, rounds: int) -> Results:
         ]
 
     found = {}
-    for number, role in enumerate(ROLES):
-        exact, operator = ours()[number], case.curvlinops(role)
+    for role, (trace, diagonal, square) in zip(ROLES, ours()):
+        operator = case.curvlinops(role)
+        identity = torch.eye(operator.shape[1], dtype=torch.float64)
+
+        def whole(operator: Any = operator, identity: Tensor = identity) -> Tensor:
+            return torch.cat([operator @ columns for columns in identity.split(32, 1)], 1)
+
         torch.manual_seed(0)
         traces, squares = (
-            [float(f(operator, num_matvecs=1)) for _ in range(PILOT)]
-            for f in (hutchinson_trace, hutchinson_squared_fro)
+            [float(estimate(operator, num_matvecs=1)) for _ in range(PILOT)]
+            for estimate in (hutchinson_trace, hutchinson_squared_fro)
         )
-        begin = time.perf_counter()
-        hutchinson_squared_fro(operator, num_matvecs=PILOT)
-        seconds = (time.perf_counter() - begin) / PILOT
+        _, seconds = timed(partial(hutchinson_squared_fro, operator, num_matvecs=PILOT))
         # One product serves both; the error of a norm is half of that of its square.
         needed = {
-            "trace": math.ceil((stdev(traces) / (PRECISION * abs(exact[0]))) ** 2),
-            "norm": math.ceil((stdev(squares) / (2 * PRECISION * exact[2])) ** 2),
+            "trace": math.ceil((stdev(traces) / (PRECISION * abs(trace))) ** 2),
+            "norm": math.ceil((stdev(squares) / (2 * PRECISION * square)) ** 2),
         }
-        begin = time.perf_counter()
-        identity = torch.eye(operator.shape[1], dtype=torch.float64)
-        matrix = torch.cat([operator @ columns for columns in identity.split(32, 1)], 1)
-        whole = matrix.trace(), matrix.diagonal(), matrix.square().sum()
+        matrix, seconds_of_whole_matrix = timed(whole)
         found[role] = {
-            "exact": {"trace": exact[0], "norm": math.sqrt(exact[2])},
+            "exact": {"trace": trace, "norm": math.sqrt(square)},
             "products": needed,
-            "seconds": max(needed.values()) * seconds,
-            "seconds_of_whole_matrix": time.perf_counter() - begin,
-            "difference": float((whole[1] - exact[1]).abs().max() / exact[1].abs().max()),
+            "seconds": max(needed.values()) * seconds / PILOT,
+            "seconds_of_whole_matrix": seconds_of_whole_matrix,
+            "difference": difference(diagonal, matrix.diagonal()),
         }
-    times = interleaved({"closed form": ours}, rounds, "Factored")
-    mine = median(times["closed form"])
+    mine = time_in_rounds({"ours": ours}, rounds, "Factored").milliseconds("ours") / 1e3
     return {
         "length": length,
         "width": width,
@@ -160,7 +129,7 @@ def factored(length: int, width: int, rounds: int) -> Results:
 
 
 def gpt2_small(length: int, width: int, heads: int) -> Results:
-    """Time of each quantity for every head of a layer, in float32, and the largest memory of the process."""
+    """Time each quantity for every head of a layer in float32, and read the peak memory."""
     torch.manual_seed(0)
     key_width = width // heads
     X, Y = torch.randn(2, 1, length, width)
@@ -168,269 +137,214 @@ def gpt2_small(length: int, width: int, heads: int) -> Results:
     output = torch.randn(heads, key_width, width) / math.sqrt(width)
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    begin = time.perf_counter()
-    hessian = SelfAttentionHessian(X, query, key, value, Y, W_U=output, mask=mask)
-    seconds: dict[str, float] = {"forward": time.perf_counter() - begin}
+    make = partial(SelfAttentionHessian, X, query, key, value, Y, W_U=output, mask=mask)
+    hessian, seconds_of_forward = timed(make)
+    seconds = {"forward": seconds_of_forward}
     with progress_bar("GPT-2 small", heads * len(hessian.roles)) as advance:
         for role in hessian.roles:
-            seconds |= {f"{role} {what}": 0.0 for what in ("trace and diagonal", "Frobenius norm")}
+            diagonal, norm = f"{role} trace and diagonal", f"{role} Frobenius norm"
+            seconds |= {diagonal: 0.0, norm: 0.0}
             for head in range(heads):
-                begin = time.perf_counter()
-                block = hessian.factored(role, head)
-                block.trace(), block.diagonal()
-                middle = time.perf_counter()
-                block.squared_frobenius()
-                seconds[f"{role} trace and diagonal"] += middle - begin
-                seconds[f"{role} Frobenius norm"] += time.perf_counter() - middle
+                block, made = timed(partial(hessian.factored, role, head))
+                seconds[diagonal] += made + timed(lambda b=block: (b.trace(), b.diagonal()))[1]
+                seconds[norm] += timed(block.squared_frobenius)[1]
                 advance(f"{role}, head {head}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     dense_bytes = (width * key_width) ** 2 * X.element_size()
     return {"seconds": seconds, "gib": peak, "gib_before": before, "dense_gib": dense_bytes / 2**30}
 
 
+class FlatLogits(nn.Module):
+    """The logits of all tokens in one dimension, as curvlinops wants them for cross-entropy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape (all tokens, classes)."""
+        return self.model(tokens).flatten(0, 1)
+
+
 def products(config: GPT2Config, batch: int, rounds: int) -> Results:
-    """One product of the Hessian and of the Gauss-Newton matrix of a GPT with a vector."""
+    """Time one product of the Hessian and of the Gauss-Newton matrix of a GPT with a vector."""
     from curvlinops import GGNLinearOperator, HessianLinearOperator
 
     torch.manual_seed(0)
     model = GPT2(config).eval()
     tokens, targets = torch.randint(config.vocab_size, (2, batch, config.context))
-
-    class Flat(nn.Module):
-        """The logits of every token in one dimension, as curvlinops wants them for nn.CrossEntropyLoss."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.model(tokens).flatten(0, 1)
-
+    v = torch.randn(sum(p.numel() for p in model.parameters()))
     number = targets.numel()
     options = {"check_deterministic": False, "num_data": number, "batch_size_fn": lambda _: number}
     data = [(tokens, targets.flatten())]
-    v = torch.randn(sum(p.numel() for p in model.parameters()))
+    arguments = (FlatLogits(model), nn.CrossEntropyLoss(), list(model.parameters()), data)
     with sdpa_kernel(SDPBackend.MATH):
         theirs = {
-            "Hessian": HessianLinearOperator(
-                Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options
-            ),
-            "Gauss-Newton": GGNLinearOperator(
-                Flat(), nn.CrossEntropyLoss(), list(model.parameters()), data, **options
-            ),
+            "Hessian": HessianLinearOperator(*arguments, **options),
+            "Gauss-Newton": GGNLinearOperator(*arguments, **options),
         }
-        ours = {"Hessian": HessianOperator, "Gauss-Newton": GaussNewtonOperator}
         ours = {
-            name: cls(model, lambda: model(tokens, targets), check_deterministic=False)
-            for name, cls in ours.items()
-        }
-        arms = {f"{name}, blockopt": lambda A=A: A @ v for name, A in ours.items()}
-        arms |= {f"{name}, curvlinops": lambda A=A: A @ v for name, A in theirs.items()}
-        difference = {
-            name: float((ours[name] @ v - theirs[name] @ v).norm() / (theirs[name] @ v).norm())
-            for name in ours
-        }
-        times = interleaved(arms, rounds, "Products")
-        kept = HessianOperator(model, lambda: model(tokens, targets), check_deterministic=False)
-        with kept.keep_graph():
-            again = interleaved(
-                {"kept": lambda: kept @ v, "curvlinops": arms["Hessian, curvlinops"]},
-                rounds,
-                "Products, graph kept",
+            name: kind(model, lambda: model(tokens, targets), check_deterministic=False)
+            for name, kind in (
+                ("Hessian", HessianOperator),
+                ("Gauss-Newton", GaussNewtonOperator),
+                ("Hessian, graph kept", HessianOperator),
             )
+        }
+        calls = {name: partial(A.__matmul__, v) for name, A in ours.items()}
+        calls |= {f"{name}, curvlinops": partial(A.__matmul__, v) for name, A in theirs.items()}
+        found = {name: ((ours[name] @ v), (A @ v)) for name, A in theirs.items()}
+        with ours["Hessian, graph kept"].keep_graph():
+            times = time_in_rounds(calls, rounds, "Products")
+    peers = {name: f"{name.partition(',')[0]}, curvlinops" for name in ours}
     return {
         "parameters": len(v),
-        "milliseconds": {name: 1e3 * median(t) for name, t in times.items()}
-        | {"Hessian, graph kept": 1e3 * median(again["kept"])},
-        "ratio": {
-            name: ratio_of(times, f"{name}, blockopt", f"{name}, curvlinops") for name in ours
-        }
-        | {"Hessian, graph kept": ratio_of(again, "kept", "curvlinops")},
-        "difference": difference,
+        "milliseconds": {name: times.milliseconds(name) for name in calls},
+        "ratio": {name: times.ratio(name, peer)["median"] for name, peer in peers.items()},
+        "difference": {name: float((a - b).norm() / b.norm()) for name, (a, b) in found.items()},
     }
 
 
 def cost_growth(lengths: Sequence[int], widths: Sequence[int], rounds: int) -> Results:
-    """Seconds of trace, diagonal and Frobenius norm of each block, against length at one width and width at one length."""
-    series: dict[str, dict[str, list[float]]] = {}
-    for what, sizes in (
-        ("length", [(n, widths[0]) for n in lengths]),
-        ("width", [(lengths[0], n) for n in widths]),
-    ):
-        series[what] = {role: [] for role in ROLES}
-        for length, width in sizes:
+    """Time trace, diagonal and Frobenius norm of each block at several lengths and widths."""
+
+    def run(hessian: SelfAttentionHessian, role: str) -> None:
+        block = hessian.factored(role)
+        block.trace(), block.diagonal(), block.squared_frobenius()
+
+    at = {"length": list(lengths), "width": list(widths)}
+    sizes = {
+        "length": [(length, widths[0]) for length in lengths],
+        "width": [(lengths[0], width) for width in widths],
+    }
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for what in at:
+        seconds[what] = {role: [] for role in ROLES}
+        for length, width in sizes[what]:
             torch.manual_seed(0)
             X, Y = torch.randn(2, 1, length, width)
             weights = [torch.randn(width, width) / math.sqrt(width) for _ in ROLES]
             hessian = SelfAttentionHessian(X, *weights, Y)
-
-            def run(role: str, hessian: SelfAttentionHessian = hessian) -> None:
-                block = hessian.factored(role)
-                block.trace(), block.diagonal(), block.squared_frobenius()
-
-            times = interleaved(
-                {role: lambda role=role: run(role) for role in ROLES}, rounds, f"Growth, {what}"
-            )
+            calls = {role: partial(run, hessian, role) for role in ROLES}
+            times = time_in_rounds(calls, rounds, f"Growth, {what}")
             for role in ROLES:
-                series[what][role].append(min(times[role]))
-    at = {"length": list(lengths), "width": list(widths)}
-    slopes = {
-        what: {
-            role: fit_exponent(
-                torch.tensor(at[what][-3:]).double(), torch.tensor(t[-3:]).double()
-            ).value
-            for role, t in roles.items()
-        }
-        for what, roles in series.items()
-    }
-    return {"at": at, "seconds": series, "slopes_of_last_three": slopes}
+                seconds[what][role].append(min(times.seconds[role]))
+
+    def last_slope(what: str, role: str) -> float:
+        x, y = torch.tensor(at[what]).double(), torch.tensor(seconds[what][role]).double()
+        return fit_exponent(x[-3:], y[-3:]).value
+
+    slopes = {what: {role: last_slope(what, role) for role in ROLES} for what in at}
+    return {"at": at, "seconds": seconds, "slopes_of_last_three": slopes}
 
 
 def plot(path: Path, growth: Results) -> None:
-    """Cost against length and width, log-log, with the slopes of the theory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    # Leading terms: C_i takes L² d², E_i = C_iᵀ Λ C_i takes L d³, for keys inner products of d by d
-    # matrices L² d², of T_i L³.
+    """Draw the cost against length and width, log-log, with the slopes of the theory."""
+    # Leading terms: C_i takes L² d², E_i = C_iᵀ Λ C_i takes L d³; for keys the inner products of d
+    # by d matrices take L² d², and those of T_i take L³.
     expected = {
         "length": {"query": 2, "key": 3, "value": 2},
         "width": {"query": 3, "key": 3, "value": 2},
     }
-    for axis, what in zip(axes, ("length", "width")):
-        for role, colour in zip(ROLES, ("tab:blue", "tab:orange", "tab:green")):
-            at, seconds = growth["at"][what], growth["seconds"][what][role]
-            slope, theory = growth["slopes_of_last_three"][what][role], expected[what][role]
-            axis.loglog(
-                at,
-                seconds,
-                "o-",
-                color=colour,
-                label=f"{role}: last slope {slope:.1f}, theory at most {theory}",
-            )
-            axis.loglog(
-                at,
-                [seconds[-1] * (n / at[-1]) ** theory for n in at],
-                "--",
-                color=colour,
-                alpha=0.5,
-            )
-        axis.set_xlabel({"length": "length of the sequence L", "width": "width d = dk"}[what])
-        axis.set_xticks(at, [str(n) for n in at])
-        axis.minorticks_off()
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("seconds, trace + diagonal + Frobenius")
-    figure.suptitle("Cost of the factored blocks of one head")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    CONSOLE.print(f"Wrote {path}")
+    labels = {"length": "length of the sequence L", "width": "width d = dk"}
+    title = "Cost of the factored blocks of one head"
+    with chart(path, title, 1, 2, figsize=(9, 4), sharey=True) as (_, axes):
+        for axis, what in zip(axes[0], labels):
+            at = growth["at"][what]
+            for role, colour in zip(ROLES, ("tab:blue", "tab:orange", "tab:green")):
+                seconds, theory = growth["seconds"][what][role], expected[what][role]
+                slope = growth["slopes_of_last_three"][what][role]
+                label = f"{role}: last slope {slope:.1f}, theory at most {theory}"
+                line = [seconds[-1] * (n / at[-1]) ** theory for n in at]
+                axis.loglog(at, seconds, "o-", color=colour, label=label)
+                axis.loglog(at, line, "--", color=colour, alpha=0.5)
+            axis.set_xlabel(labels[what])
+            axis.set_xticks(at, [str(n) for n in at])
+            axis.minorticks_off()
+            axis.legend(fontsize=8)
+            axis.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("seconds, trace + diagonal + Frobenius")
 
 
-def met(value: float, target: float, at_least: bool) -> str:
-    """Whether a target is met, for a table."""
-    return "[green]yes" if (value >= target if at_least else value <= target) else "[red]no"
-
-
-def tables(results: Results, machine: dict[str, Any]) -> None:
+def tables(results: Results, run: Results) -> None:
     """Print what was measured."""
-    show(
-        f"Dense Hessian of one attention layer, float64: how many times faster (target {DENSE_TARGET:g})",
-        ["L, d", "closed ms", "torch.ones ms", "torch.func", "curvlinops", "difference", "met?"],
-        [
+    rows = []
+    for row in results["dense"]:
+        ms, faster = row["milliseconds"], row["faster"]
+        rows.append(
             [
-                f"{row['length']}, {row['width']}",
-                f"{row['milliseconds']['closed form']:.2f}",
-                f"{row['milliseconds']['fill']:.2f}",
-                f"{row['faster']['torch.func']:.1f}",
-                f"{row['faster']['curvlinops']:.1f}",
-                f"{row['difference']:.0e}",
-                met(min(row["faster"].values()), DENSE_TARGET, True),
+                *(f"{row['length']}, {row['width']}", f"{ms['closed form']:.2f}"),
+                *(f"{ms['fill']:.2f}", f"{faster['torch.func']:.1f}"),
+                *(f"{faster['curvlinops']:.1f}", f"{row['difference']:.0e}"),
+                verdict(min(faster.values()), smallest=DENSE_TARGET),
             ]
-            for row in results["dense"]["rows"]
-        ],
-        machine,
+        )
+    show(
+        f"Dense Hessian of one attention layer: how many times faster (target {DENSE_TARGET:g})",
+        ["L, d", "closed ms", "torch.ones ms", "torch.func", "curvlinops", "difference", "met?"],
+        rows,
+        run,
     )
     one = results["factored"]
     show(
-        f"Factored, L = {one['length']}, d = {one['width']}: {1e3 * one['seconds']:.0f} ms. Times slower: H @ I "
-        f"{one['faster']:.0f}, Hutchinson without diagonal {one['faster_without_diagonal']:.0f} (target {FACTORED_TARGET:g})",
+        f"Factored, L = {one['length']}, d = {one['width']}: {1e3 * one['seconds']:.0f} ms. Times "
+        f"slower: H @ I {one['faster']:.0f} (target {FACTORED_TARGET:g}), Hutchinson without "
+        f"diagonal {one['faster_without_diagonal']:.0f} (target {FACTORED_TARGET:g})",
         ["block", "trace", "norm", "H @ I, s", "products at 1 %", "Hutchinson, s"],
         [
             [
-                role,
-                f"{p['exact']['trace']:.4g}",
-                f"{p['exact']['norm']:.4g}",
+                *(role, f"{p['exact']['trace']:.4g}", f"{p['exact']['norm']:.4g}"),
                 f"{p['seconds_of_whole_matrix']:.2f}",
                 f"{p['products']['trace']}, {p['products']['norm']}",
                 f"{p['seconds']:.2f}",
             ]
             for role, p in one["curvlinops"].items()
         ],
-        machine,
+        run,
     )
     layer = results["gpt2_small"]
     show(
-        f"A layer of GPT-2 small, all heads, float32: peak {layer['gib']:.1f} GiB (target {MEMORY_TARGET:g}); "
-        f"one head's block, dense, {layer['dense_gib']:.0f} GiB",
+        f"A layer of GPT-2 small, all heads: peak {layer['gib']:.1f} GiB (target "
+        f"{MEMORY_TARGET:g}); the dense block of one head takes {layer['dense_gib']:.0f} GiB",
         ["quantity", "seconds"],
         [[name, f"{seconds:.2f}"] for name, seconds in layer["seconds"].items()],
-        machine,
+        run,
     )
     gpt = results["products"]
     show(
-        f"Products with a vector, GPT of {gpt['parameters'] / 1e6:.1f}M parameters: time over that of curvlinops",
+        f"Product with a vector, {gpt['parameters'] / 1e6:.1f}M parameters: time over curvlinops",
         ["operator", "ratio", "target", "met?"],
         [
-            [name, f"{r:.2f}", f"<= {PRODUCT_TARGET:g}", met(r, PRODUCT_TARGET, False)]
+            [name, f"{r:.2f}", at_most(PRODUCT_TARGET), verdict(r, PRODUCT_TARGET)]
             for name, r in gpt["ratio"].items()
         ],
-        machine,
+        run,
     )
 
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        default=7,
-        help="rounds of the dense forms and the products (default: 7)",
-    )
-    parser.add_argument("--threads", type=positive, default=1, help="threads of torch (default: 1)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, in seconds, to see that it works"
-    )
-    add_outputs(parser, "hessian_speed")
-    arguments = parser.parse_args()
-    check(parser, arguments, ["curvlinops", "matplotlib"])
+    parser = Parser("hessian_speed", __doc__, threads=1)
+    what = "rounds of the dense forms and the products"
+    parser.add_argument("--rounds", type=positive, default=7, help=what)
+    arguments = parser.parse("curvlinops")
     quick, rounds = arguments.quick, 2 if arguments.quick else arguments.rounds
-    results: Results = {}
-    with machine_of_run() as machine:
-        results["gpt2_small"] = gpt2_small(
-            *((64, 32, 4) if quick else (1024, 768, 12))
-        )  # first: it is about peak memory
-        results["dense"] = dense(SIZES[:1] if quick else SIZES, rounds)
-        results["factored"] = factored(*((17, 8) if quick else (64, 64)), rounds)
-        results["products"] = products(PRESETS["0.5M"], 2 if quick else 8, rounds)
-        sizes = (
-            ((16, 32, 64), (8, 16, 32))
-            if quick
-            else ((64, 128, 256, 512, 1024), (32, 64, 128, 256, 512))
-        )
-        results["growth"] = cost_growth(*sizes, 1 if quick else 3)
-    tables(results, machine)
-    if machine["waiting"] is not None and machine["waiting"] > BUSY:
-        CONSOLE.print(
-            "[red]Other processes wanted the cores during this run: do not trust its times."
-        )
-    save(arguments.output, {"machine": machine, **results})
+    lengths, widths = (64, 128, 256, 512, 1024), (32, 64, 128, 256, 512)
+    if quick:
+        lengths, widths = (16, 32, 64), (8, 16, 32)
+    with conditions() as run:
+        # The layer of GPT-2 small comes first, since it is about peak memory.
+        layer = gpt2_small(*((64, 32, 4) if quick else (1024, 768, 12)))
+        results = {
+            "gpt2_small": layer,
+            "dense": dense(SIZES[:1] if quick else SIZES, rounds),
+            "factored": factored(*((17, 8) if quick else (64, 64)), rounds),
+            "products": products(PRESETS["0.5M"], 2 if quick else 8, rounds),
+            "growth": cost_growth(lengths, widths, 1 if quick else 3),
+        }
+    tables(results, run)
+    warn_if_busy(run)
+    save(arguments.output, {"conditions": run, **results})
     plot(arguments.plot, results["growth"])
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps, and what it allocates on top during a step, on GPT-2's parameters."""
+"""Measure what an optimizer keeps between steps, and what it allocates on top during a step."""
 
 from __future__ import annotations
 
@@ -6,74 +6,55 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print two lines a measurement
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines each time
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.lib.arms import (
-    ARMS,
-    Arm,
-    Problem,
-    describe_problem,
-    machine_of_run,
-    make_parser,
-    make_problem,
-    parse,
-    plot_bars,
-    progress_bar,
-    save,
-    show,
-    verdict,
-)
+from benchmarks.lib.arms import ARMS, Arm
+from benchmarks.lib.options import Parser
+from benchmarks.lib.output import at_most, plot_bars, progress_bar, save, show, verdict
+from benchmarks.lib.problem import Problem, make_problem
+from benchmarks.lib.timing import conditions
 
-SHARE = (
-    0.05  # of the parameters' bytes that a step may allocate, unless the largest tensor is larger
-)
+SHARE = 0.05  # of the parameters' bytes that a step may allocate, or the largest tensor
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in the state."""
-    tensors = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    """Return the bytes of all tensors in the state."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor))
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes that are allocated at one time by the function and not yet freed.
+    """Return the most bytes that a function has allocated and not yet freed at any time.
 
-    Torch's CPU allocator reports every allocation and release to the profiler, those inside of
-    kernels too. Tensors from before are not counted, nor is their release.
+    Torch's CPU allocator reports every allocation and release to the profiler, also those inside
+    kernels. Tensors that existed before do not count, nor does their release.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
     live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in sorted(changes, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
 
 
 def measure(arm: Arm, problem: Problem) -> dict[str, Any]:
-    """State and peak of one arm, in its second step, and the target for the peak."""
+    """Return the state and the peak of one arm in its second step, and its targets."""
     optimizer = arm.build(problem)
     optimizer.step()
     peak = peak_bytes(optimizer.step)
-    sizes = [
-        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"]
-    ]
-    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    count, state = sum(p.numel() for p in parameters), state_bytes(optimizer)
     return {
         "parameters": count,
-        "state_bytes": state_bytes(optimizer),
-        "state_bytes_per_parameter": state_bytes(optimizer) / count,
+        "state_bytes": state,
+        "state_bytes_per_parameter": state / count,
         "state_target": arm.state_target,
         "peak_bytes": peak,
         "peak_share_of_parameters": peak / sum(sizes),
@@ -81,49 +62,42 @@ def measure(arm: Arm, problem: Problem) -> dict[str, Any]:
     }
 
 
-def table_row(arm: Arm, measured: dict[str, Any]) -> list[str]:
-    """The row of an arm."""
+def table_row(name: str, measured: dict[str, Any]) -> list[str]:
+    """Return the row of an arm."""
     state, state_target = measured["state_bytes_per_parameter"], measured["state_target"]
     peak, peak_target = measured["peak_bytes"], measured["peak_target"]
+    megabytes = None if peak_target is None else round(peak_target / 1e6, 1)
     return [
-        arm.name,
-        f"{state:.3f}",
-        "" if state_target is None else f"<= {state_target}",
-        verdict(state, state_target),
-        f"{peak / 1e6:.1f}",
-        "" if peak_target is None else f"<= {peak_target / 1e6:.1f}",
-        verdict(peak, peak_target),
+        *(name, f"{state:.3f}", at_most(state_target), verdict(state, state_target)),
+        *(f"{peak / 1e6:.1f}", at_most(megabytes), verdict(peak, peak_target)),
     ]
 
 
 def main() -> None:
     """Measure, print, save."""
-    arguments = parse(
-        make_parser("Bytes of state a parameter, and peak of allocations during a step.", "memory")
-    )
-    problem = make_problem(arguments.size, arguments.layout)
+    parser = Parser("memory", __doc__)
+    parser.add_problem()
+    arguments = parser.parse("adam_mini")
+    problem = make_problem("0.5M" if arguments.quick else arguments.size, arguments.layout)
     arms = [arm for arm in ARMS if arm.suite == "main" or not arguments.no_muon]
     results = {}
-    with machine_of_run() as machine, progress_bar("Measuring", len(arms)) as advance:
+    with conditions() as run, progress_bar("Measuring", len(arms)) as advance:
         for arm in arms:
             results[arm.name] = measure(arm, problem)
             advance(arm.name)
 
-    description = describe_problem(problem)
-    columns = ["arm", "state B/param", "target", "met?", "peak MB", "target", "met?"]
-    rows = [table_row(arm, results[arm.name]) for arm in arms]
-    title = (
-        f"Memory of a step, {description['parameters'] / 1e6:.1f}M parameters, {arguments.layout}"
+    sizes = problem.describe()
+    show(
+        f"Memory of a step, {sizes['parameters'] / 1e6:.1f}M parameters, {arguments.layout}",
+        ["arm", "state B/param", "target", "met?", "peak MB", "target", "met?"],
+        [table_row(name, measured) for name, measured in results.items()],
+        run,
     )
-    show(title, columns, rows, machine)
-    save(arguments.output, {"machine": machine, "problem": description, "arms": results})
-    state = [results[arm.name]["state_bytes_per_parameter"] for arm in arms]
-    peak = [results[arm.name]["peak_bytes"] / 1e6 for arm in arms]
-    plot_bars(
-        arguments.plot,
-        [("bytes of state a parameter", arms, state), ("peak MB during a step", arms, peak)],
-        machine,
-    )
+    save(arguments.output, {"conditions": run, "problem": sizes, "arms": results})
+    state = [found["state_bytes_per_parameter"] for found in results.values()]
+    peak = [found["peak_bytes"] / 1e6 for found in results.values()]
+    panels = [("bytes of state per parameter", arms, state), ("peak MB during a step", arms, peak)]
+    plot_bars(arguments.plot, panels, run)
 
 
 if __name__ == "__main__":

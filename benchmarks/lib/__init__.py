@@ -1,1 +1,1 @@
-"""What the benchmarks share."""
+"""What the scripts share."""

@@ -1,4 +1,4 @@
-"""One self-attention layer for the Hessian benchmarks: closed forms, torch.func and curvlinops on the same numbers."""
+"""One self-attention layer, whose Hessian closed forms, torch.func and curvlinops compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.analysis import SelfAttentionHessian
 
 ROLES = ("query", "key", "value")
 
@@ -17,10 +17,10 @@ ROLES = ("query", "key", "value")
 class Attention(nn.Module):
     """Single-head causal attention in plain operations, with the papers' weights and no others."""
 
-    def __init__(self, width: int, spread: float) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.query, self.key, self.value = (
-            nn.Parameter(spread * torch.randn(width, width)) for _ in range(3)
+            nn.Parameter(torch.randn(width, width) / math.sqrt(width)) for _ in ROLES
         )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d)
@@ -31,49 +31,47 @@ class Attention(nn.Module):
 
 
 class AttentionCase:
-    """A layer, tokens and targets in float64.
+    """A layer, its tokens and its targets in float64.
 
     Args:
-        length: Of the sequence.
-        width: Of tokens, keys and values.
+        length: Length of the sequence.
+        width: Width of tokens, keys and values.
     """
 
     def __init__(self, length: int, width: int) -> None:
         torch.manual_seed(0)
-        self.model = Attention(width, 1 / math.sqrt(width)).double()
+        self.model = Attention(width).double()
         self.x, self.y = torch.randn(2, 1, length, width, dtype=torch.float64)
         self.mask = torch.ones(length, length, dtype=torch.bool).tril()
 
     def closed_form(self) -> SelfAttentionHessian:
-        """Ours, made anew: its forward quantities are part of what is timed."""
+        """Return our closed form, made anew: its forward pass is part of what is timed."""
         weights = [getattr(self.model, role) for role in ROLES]
         return SelfAttentionHessian(self.x, *weights, self.y, mask=self.mask)
 
     def by_torch(self) -> Tensor:
-        """`torch.func.hessian` of all weights at once."""
-        shapes = [p.shape for p in self.model.parameters()]
+        """Return `torch.func.hessian` of all weights at once."""
+        parameters = list(self.model.parameters())
 
         def loss(vector: Tensor) -> Tensor:
-            parts = vector.split([shape.numel() for shape in shapes])
-            weights = {role: part.view(shape) for role, part, shape in zip(ROLES, parts, shapes)}
+            parts = vector.split([p.numel() for p in parameters])
+            weights = {role: part.view_as(p) for role, part, p in zip(ROLES, parts, parameters)}
             return F.mse_loss(torch.func.functional_call(self.model, weights, (self.x,)), self.y)
 
-        return torch.func.hessian(loss)(
-            torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        )
+        return torch.func.hessian(loss)(torch.cat([p.detach().flatten() for p in parameters]))
 
     def curvlinops(self, role: str | None = None) -> Any:
-        """The Hessian of curvlinops, of all weights or of one."""
+        """Return the operator of curvlinops for all weights, or for those of one role."""
         from curvlinops import HessianLinearOperator
 
-        parameters = [p for name, p in self.model.named_parameters() if role in (None, name)]
-        for p in self.model.parameters():
-            p.requires_grad_(any(p is q for q in parameters))
-        return HessianLinearOperator(
-            self.model, nn.MSELoss(), parameters, [(self.x, self.y)], check_deterministic=False
-        )
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(role in (None, name))
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        data = [(self.x, self.y)]
+        loss = nn.MSELoss()
+        return HessianLinearOperator(self.model, loss, parameters, data, check_deterministic=False)
 
     def by_curvlinops(self) -> Tensor:
-        """`H @ I`."""
+        """Return the dense Hessian as `H @ I`."""
         operator = self.curvlinops()
         return operator @ torch.eye(operator.shape[1], dtype=torch.float64)
