@@ -37,6 +37,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import blockopt
+from blockopt.distributed import reshard
 from recipes.common.checkpoints import Checkpoints
 from recipes.common.optimizers import build_optimizer, take_step
 from recipes.common.schedules import schedule
@@ -59,7 +60,6 @@ from recipes.training.training_state import (
     averaged_weights,
     load_random_state,
     load_training_state,
-    reshard,
     training_state,
 )
 
@@ -145,8 +145,7 @@ class Run:
                         number * self.accumulate
                     )
             self.model.train()
-        if self.accelerator.is_fsdp2:
-            reshard(self.model)
+        reshard(self.model)
         return float(self.accelerator.reduce(total, "mean"))
 
     def save(self, checkpoints: Checkpoints, about: dict[str, Any]) -> None:

@@ -28,11 +28,9 @@ def test_help(script, way, monkeypatch, capsys):
     path, module = ROOT / "recipes" / f"{script}.py", f"recipes.{script}"
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.delitem(sys.modules, module, raising=False)
+    start, target = (runpy.run_path, str(path)) if way == "file" else (runpy.run_module, module)
     with pytest.raises(SystemExit) as stop:
-        if way == "file":
-            runpy.run_path(str(path), run_name="__main__")
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        start(target, run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: {script}.py")
 

@@ -1,11 +1,8 @@
 """Checkpoints that survive a kill, a full disk and a broken file; and a lock on the folder of a run.
 
-    checkpoints/step-00000200.pt            what `torch.save` writes; the file has this name only once it is whole and on disk
-    checkpoints/step-00000200.pt.sha256     its checksum, for us and for `sha256sum -c`
-    run.lock, run.holder                    held by the process that trains, and who that is
-
-A file is written under another name, forced to disk, and renamed, which is atomic: at any moment a
-reader sees the old checkpoints or the old ones and the new one.
+checkpoints/step-00000200.pt            what `torch.save` writes; the file has this name only once it is whole and on disk
+checkpoints/step-00000200.pt.sha256     its checksum, for us and for `sha256sum -c`
+run.lock, run.holder                    held by the process that trains, and who that is
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from recipes.common.files import sha256, write_whole
+from recipes.common.files import sha256, whole_file, write_whole
 
 
 class CheckpointError(RuntimeError):
@@ -78,23 +75,15 @@ class Checkpoints:
             CheckpointError: If it could not be written, such as on a full disk. Those before it are
                 as they were.
         """
-        path, part = self.path(step), self.folder / f".{self.path(step).name}.part"
+        path = self.path(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
+            with whole_file(path) as file:
                 torch.save(dict(state), file)
                 file.flush()
-                os.fsync(file.fileno())
-            # First the checksum: where the checkpoint is, so is its checksum, whenever the process
-            # ends.
-            write_whole(_checksum_path(path), f"{sha256(part)}  {path.name}\n")
-            part.replace(path)
-            _sync_folder(self.folder)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch makes a RuntimeError of some errors of the disk
-            part.unlink(missing_ok=True)
+                # The checksum comes first, so that no checkpoint is ever without one.
+                write_whole(_checksum_path(path), f"{sha256(Path(file.name))}  {path.name}\n")
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for some disk errors
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written: {error}. {self._left()}"
             ) from error
@@ -203,13 +192,3 @@ def _holder(path: Path) -> str:
 
 def _checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power, where the system has a way to ask for it."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recipes.common.files import write_whole
 from recipes.comparison.plots import DARK, LIGHT, plots
 from recipes.comparison.rows import Comparison, Row
 from recipes.comparison.run_loop import CLIP, WARMUP
@@ -130,7 +131,7 @@ def write_report(
     parts.append(_method(comparisons, command, about))
     parts.append("</body></html>\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(parts), encoding="utf-8")
+    write_whole(path, "\n".join(parts))
 
 
 def _summary(comparison: Comparison) -> str:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.common.files import write_whole
 from recipes.common.provenance import code_hash, git_commit, machine, versions
 from recipes.comparison.run_config import RunConfig
 from recipes.comparison.run_loop import train
@@ -108,23 +108,11 @@ def run_once(config: RunConfig, folder: Path, about: dict[str, Any]) -> RunResul
         return known
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, config)
-    partial, checkpoints = (
-        path.with_suffix(f".{os.getpid()}.partial"),
-        path.with_suffix(".checkpoints"),
-    )
+    checkpoints = path.with_suffix(".checkpoints")
     seeds = {"model": config.seed, "data": config.seed, "curvature": config.seed}
     header = {"key": config.key, "config": config.described(), "seeds": seeds, **about}
-    lines = [
-        json.dumps(header, allow_nan=False),
-        *train(config, checkpoints, about.get("code", "")),
-    ]
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)  # atomic: a file under its final name is whole
-    finally:
-        partial.unlink(missing_ok=True)
+    lines = [json.dumps(header, allow_nan=False)]
+    lines += train(config, checkpoints, about.get("code", ""))
+    write_whole(path, "\n".join(lines) + "\n")
     shutil.rmtree(checkpoints, ignore_errors=True)
     return read_run(path)

@@ -32,7 +32,7 @@ def workers(number: int, folder: Path, about: dict[str, Any]) -> Iterator[Submit
     """
     if number < 1:
         raise ValueError(f"Invalid number={number} of workers. Must be >= 1.")
-    for left in folder.glob("*.partial"):  # of runs that were killed
+    for left in folder.glob(".*.part"):  # of runs that were killed
         left.unlink()
     if number == 1:
 

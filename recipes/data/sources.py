@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipes.common.files import sha256
+from recipes.common.files import sha256, write_whole
 
 POSSIBLE = (
     "Possible are: 'stdlib' (the source of Python's standard library), 'addition' or 'addition:DIGITS', a file or folder of "
@@ -377,9 +377,7 @@ def hub_revision(repository: str, cache: Path) -> tuple[str | None, Exception | 
         ] if seen.exists() else None, None if wanted else error
     if not seen.exists() or json.loads(seen.read_text())["revision"] != revision:
         seen.parent.mkdir(parents=True, exist_ok=True)
-        part = seen.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"revision": revision}))
-        os.replace(part, seen)
+        write_whole(seen, json.dumps({"revision": revision}))
     return revision, None
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.common.files import sha256
+from recipes.common.files import sha256, whole_folder
 from recipes.data.sources import END_OF_TEXT, Document, Source, quiet_hub
 
 if TYPE_CHECKING:
@@ -322,31 +322,22 @@ def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
 
 
 def _write(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Build under another name, then rename. The lock is held, so leftovers of that name are those of killed processes."""
-    part = folder.with_name(f".{folder.name}.part")
+    """Build the folder under another name, and rename it. The caller holds the lock."""
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        record = build(part)
-        record["files"] = {
-            p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(part.iterdir())
-        }
-        (part / "meta.json").write_text(
-            json.dumps({"sha256": _record_checksum(record), "record": record}, indent=1)
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        with whole_folder(folder) as part:
+            record = build(part)
+            record["files"] = {
+                p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)}
+                for p in sorted(part.iterdir())
+            }
+            meta = {"sha256": _record_checksum(record), "record": record}
+            (part / "meta.json").write_text(json.dumps(meta, indent=1))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        written, free = (
-            sum(p.stat().st_size for p in part.glob("*")),
-            shutil.disk_usage(folder.parent).free,
-        )
-        problem = f"The disk is full ({error.strerror}; {written / 1e6:.1f} MB written, {free / 1e6:.1f} MB free)"
+        free = shutil.disk_usage(folder.parent).free / 1e6
+        problem = f"The disk is full ({error.strerror}; {free:.1f} MB free)"
         raise OSError(error.errno, f"{problem}. {_not_writable(folder)}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return record
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from recipes.common.checkpoints import CheckpointError
+from recipes.common.files import whole_folder
 from recipes.common.gpt2 import GPT2, to_huggingface
 from recipes.training.processes import together
 from recipes.training.training_state import averaged_weights, whole_weights
@@ -63,22 +64,18 @@ def _write(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    part = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        if isinstance(plain, GPT2):
-            whole = GPT2(plain.config)
-            whole.load_state_dict(weights)
-            to_huggingface(whole).save_pretrained(part)
-        else:
-            plain.config.use_cache = True  # which was off for training
-            plain.save_pretrained(part, state_dict=dict(weights))
-        if tokenizer is not None:
-            shutil.copy(tokenizer, part / "tokenizer.json")
-        shutil.rmtree(folder, ignore_errors=True)
-        part.replace(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
+        with whole_folder(folder) as part:
+            if isinstance(plain, GPT2):
+                whole = GPT2(plain.config)
+                whole.load_state_dict(weights)
+                to_huggingface(whole).save_pretrained(part)
+            else:
+                plain.config.use_cache = True  # which was off for training
+                plain.save_pretrained(part, state_dict=dict(weights))
+            if tokenizer is not None:
+                shutil.copy(tokenizer, part / "tokenizer.json")
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The model could not be written to {folder}: {error}. The checkpoints are as they were: make room, and --resume."
         ) from error

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.common.files import write_whole
 from recipes.common.provenance import git_commit, versions
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")
@@ -47,12 +48,7 @@ class RunLog:
                 kept = [
                     line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"
                 ]
-                part = path.with_name(f".{path.name}.part")
-                with part.open("wb") as file:
-                    file.writelines(_encoded(line) for line in kept)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
+                write_whole(path, b"".join(map(_encoded, kept)))
             self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, **values: Any) -> None:

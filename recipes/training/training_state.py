@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from blockopt import BlockLR
+from blockopt.distributed import reshard
 from recipes.common.optimizers import unwrapped
 
 
@@ -123,10 +124,3 @@ def load_random_state(states: list[dict[str, Any]], rank: int, seed: int) -> Non
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def reshard(model: nn.Module) -> None:
-    """Put back the shards that FSDP2 leaves replaced by whole weights after a forward pass without a backward one."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "unshard"):
-            module.reshard()
