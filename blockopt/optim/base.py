@@ -122,7 +122,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             entries.append(Entry(name, parameter, gradient, blocks, self.state[parameter]))
         return entries
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.optim does: torch.compiler.disable imports the compiler now
     def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
         """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
         entries = [entry for _, some, _ in work for entry in some]
