@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks, expand, from_plain
 from blockopt.checks import check_choice, check_range
@@ -122,7 +123,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             entries.append(Entry(name, parameter, gradient, blocks, self.state[parameter]))
         return entries
 
-    @torch._disable_dynamo  # as torch.optim does: torch.compiler.disable imports the compiler now
+    @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import the compiler now
     def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
         """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
         entries = [entry for _, some, _ in work for entry in some]
