@@ -1,4 +1,4 @@
-"""What all estimators share: batches are weighted by tokens, a measurement leaves no trace, and errors say what is wrong."""
+"""What all estimators share: weights of batches, measurements without a trace, clear errors."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from blockopt.curvature import (
     newton,
     power_law,
 )
-from blockopt.measure.closures import undisturbed
+from blockopt.measure.closures import preserved_state
 from tests.helpers.dense_hessians import (
     Attention,
     assert_means,
@@ -53,7 +53,7 @@ all_estimators = pytest.mark.parametrize("name", ESTIMATORS)
 
 @pytest.fixture
 def rows():
-    """A model of which each weight sees one row of data: all estimators are exact, whatever they draw."""
+    """A model whose weights see one row of data each, so that every estimator is exact."""
     model, x = (
         nn.Linear(7, 1, bias=False, dtype=torch.float64),
         torch.linspace(1, 3, 7, dtype=torch.float64).diag(),
@@ -219,7 +219,7 @@ def test_wrong_part():
 
 
 class Restless(nn.Module):
-    """Dropout, batch norm, a buffer that counts, and random numbers: whatever a forward pass may leave behind."""
+    """Dropout, batch norm, a counting buffer, random numbers: all that a pass may change."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ def test_frees_its_memory_at_once(name):
 def test_undisturbed_restores_replaced_gradients(restless):
     model, _ = restless
     held = [p.grad for p in model.parameters()]
-    with undisturbed(model):
+    with preserved_state(model):
         assert all(p.grad is None for p in model.parameters())
         assert not any(module.training for module in model.modules())
         for p in model.parameters():
