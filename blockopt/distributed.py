@@ -1,4 +1,4 @@
-"""Many processes: what ranks agree on, and parameters that are sharded over them (FSDP2, tensor parallelism: `DTensor`).
+"""Many processes: what ranks agree on, and parameters that are sharded over them (`DTensor`).
 
 A block's boundaries need not meet a shard's, so a sharded parameter is never cut into blocks.
 Updates are elementwise on the local part; what differs by block is a short vector, complete on
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blockopt.errors import NonFiniteError
+
 
 def num_ranks() -> int:
     """How many processes train together."""
@@ -26,11 +28,11 @@ def rank() -> int:
 
 
 def mean_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The mean of a vector over all ranks, of the same bits on each.
+    """Return the mean of a vector over all ranks, with the same bits on each.
 
     Args:
-        values: On the CPU.
-        device: One that the ranks can communicate from.
+        values: A vector on the CPU.
+        device: A device that the ranks can communicate from.
     """
     if num_ranks() == 1:
         return values
@@ -42,7 +44,7 @@ def mean_over_ranks(values: Tensor, device: torch.device) -> Tensor:
 
 
 def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """The loss closure of a sharded model, made to fail on all ranks if it fails on one.
+    """Make the loss closure of a sharded model fail on all ranks if it fails on one.
 
     The backward pass of a sharded model waits for all ranks. So if one refuses a loss that is not
     finite, all must.
@@ -61,14 +63,14 @@ def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any
         if error is not None:
             raise error
         if usable:
-            raise FloatingPointError("The loss closure of another rank returned no finite loss.")
-        return result  # what is wrong with it is found by who asked
+            raise NonFiniteError("The loss closure of another rank returned no finite loss.")
+        return result  # whoever asked for it finds out what is wrong with it
 
     return run
 
 
 def reshard(model: nn.Module) -> None:
-    """Put back the sharded parameters that FSDP2 leaves replaced by whole ones after a forward pass without a backward one."""
+    """Put back the shards that FSDP2 leaves replaced after a forward pass without a backward one."""
     if num_ranks() > 1:
         from torch.distributed.fsdp import FSDPModule
 

@@ -2,7 +2,7 @@
 
 from blockopt.blocks.blocks import ROLES, ROW_ROLES, Blocks, from_plain, to_plain
 from blockopt.blocks.describe import describe
-from blockopt.blocks.find import find_blocks, param_groups
+from blockopt.blocks.find import checked_blocks, find_blocks, param_groups
 from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
 from blockopt.blocks.split import (
     Split,
@@ -25,6 +25,7 @@ __all__ = [
     "block_sum",
     "block_sum_along",
     "by_name",
+    "checked_blocks",
     "describe",
     "expand",
     "expand_along",

@@ -1,4 +1,4 @@
-"""What the blocks of one parameter are: a role for each section, the layer it belongs to, and where it is cut."""
+"""The blocks of one parameter: a role for each section, its layer, and where it is cut."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Blocks(NamedTuple):
         sections = 1 if self.split is None else len(self.split.sizes)
         if len(self.roles) != sections:
             raise ValueError(
-                f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of the split."
+                f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of "
+                "the split."
             )
         if self.split is not None:
             self.split.check(shape)

@@ -16,7 +16,9 @@ from torch import nn
 
 from blockopt.blocks import layouts
 from blockopt.blocks.blocks import ROW_ROLES, Blocks, to_plain
+from blockopt.blocks.known_modules import HEAD_NAMES, POSITION_NAMES, TOKEN_NAMES
 from blockopt.blocks.layouts import Ambiguity, Layout, Linear
+from blockopt.checks import check_choice, check_range
 
 
 def find_blocks(
@@ -29,26 +31,24 @@ def find_blocks(
     """Assign every trainable parameter of `model` to its Hessian blocks.
 
     Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT
-    (transformers and timm), T5, OPT, `nn.MultiheadAttention` and the `nn.Transformer` layers, under
-    DDP, FSDP2, PEFT and `torch.compile` wrappers too. The rules:
+    (transformers and timm), T5, OPT, `nn.MultiheadAttention` and the `nn.Transformer` layers, also
+    under DDP, FSDP2, PEFT and `torch.compile` wrappers. The rules:
 
-    - query, key and value: one block a head (a key-value head under grouped-query attention), fused
-      or not, in any storage order; the output projection is cut by head on its input side, where
-      the heads meet it;
+    - query, key and value: one block per head (per key-value head under grouped-query attention),
+      fused or not, in any storage order; the output projection is cut by head on its input side;
     - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding`
       and per column of a `Conv1D`. The default takes all of them. A row of the embedding or head is
       one token, seen as often as the token occurs, so rows differ in curvature by the token
       frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly block-diagonal
-      in its neurons. One number a row costs 1/width of a parameter's memory;
-    - norms: one block a tensor, weight and bias alike;
+      in its neurons. One number per row costs 1/width of a parameter's memory;
+    - norms: one block per tensor, weight and bias alike;
     - biases have the role `bias` and are cut like the output side of their weight; a bias that
       follows the sum over heads is one block;
-    - a parameter shared by several modules counts once, as `embedding` if one of them is an
-      embedding;
+    - a parameter shared by several modules counts once, as `embedding` if one of them is one;
     - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is
-      `other`, one block a tensor;
-    - a linear map that a module whose type is named `…Attention` holds and that is not understood
-      is not `other`: it raises.
+      `other`, one block per tensor;
+    - a linear map inside a module whose type is named `…Attention` is never `other`: if it is not
+      understood, it raises.
 
     Frozen parameters are left out.
 
@@ -73,42 +73,63 @@ def find_blocks(
         >>> blocks = find_blocks(model)
         >>> blocks["self_attn.in_proj_weight"].block_roles
         ('query', 'query', 'key', 'key', 'value', 'value')
-        >>> blocks["self_attn.out_proj.weight"]
-        Blocks(roles=('output',), layer=None, split=Split(dim=1, sizes=(16,), parts=(2,), repeat=1,
-        pooled=False))
+        >>> blocks["self_attn.out_proj.weight"].split
+        Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False)
     """
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
-    names = {
-        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    layers = {name: _layer(name, lists) for name in names.values()}
-    chosen = _match_overrides(overrides or {}, {name: tuple(p.shape) for p, name in names.items()})
+    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+    chosen = _match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
     blocks: dict[str, Blocks] = {}
     for parameter, name in names.items():
         layout = found.get(parameter)
         if name in chosen:
-            blocks[name] = chosen[name]
+            entry = chosen[name]
         elif isinstance(layout, Ambiguity):
             pattern = _pattern(name)
             raise ValueError(
-                f"Cannot tell the blocks of {name!r} of shape {tuple(parameter.shape)}: {layout.reason}. Pass "
-                f"overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as {{{pattern!r}: 'other'}}."
+                f"Cannot tell the blocks of {name!r} of shape {shapes[name]}: {layout.reason}. "
+                f"Pass overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as "
+                f"{{{pattern!r}: 'other'}}."
             )
         elif layout is None:
-            blocks[name] = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
+            entry = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
         else:
-            blocks[name] = Blocks(layout.roles, None, layout.split)
-        if blocks[name].layer is None:
-            blocks[name] = blocks[name]._replace(layer=layers[name])
-        blocks[name].check(tuple(parameter.shape))
+            entry = Blocks(layout.roles, None, layout.split)
+        if entry.layer is None:
+            entry = entry._replace(layer=_layer(name, lists))
+        entry.check(shapes[name])
+        blocks[name] = entry
     return blocks
 
 
+def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> dict[str, Blocks]:
+    """Return the blocks given, in the order of the model's parameters, or those of `find_blocks`.
+
+    Raises:
+        ValueError: If the model trains nothing, or the blocks do not fit what it trains.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    if not shapes:
+        raise ValueError(f"{type(model).__name__} has no trainable parameter.")
+    if blocks is None:
+        return find_blocks(model)
+    if blocks.keys() != shapes.keys():
+        missing, extra = sorted(shapes.keys() - blocks), sorted(blocks.keys() - shapes)
+        raise ValueError(
+            f"Invalid blocks: {missing[:3]} are missing, and {extra[:3]} are not trained. Must "
+            "have one entry for each trainable parameter."
+        )
+    for name, shape in shapes.items():
+        blocks[name].check(shape)
+    return {name: blocks[name] for name in shapes}
+
+
 def _layer(name: str, lists: Collection[str]) -> int | None:
-    """The first index into one of the module lists that a name goes through, or else its first number."""
+    """The first index into a module list that a name goes through, or else its first number."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     inside = [i for i in numbers if ".".join(parts[:i]) in lists]
@@ -121,18 +142,12 @@ def _pattern(name: str) -> str:
 
 
 def _without_wrappers(name: str) -> str:
-    """The attribute under which a model holds a module, looking through what PEFT and `torch.compile` put around it."""
+    """The attribute that holds a module, without the wrappers of PEFT and `torch.compile`."""
     parts = name.split(".")
     if len(parts) > 2 and parts[-2] == "modules_to_save":
         parts = parts[:-2]
-    return next(
-        (
-            part
-            for part in reversed(parts)
-            if part not in ("original_module", "base_layer", "_orig_mod")
-        ),
-        "",
-    )
+    wrappers = ("original_module", "base_layer", "_orig_mod")
+    return next((part for part in reversed(parts) if part not in wrappers), "")
 
 
 def _match_overrides(
@@ -143,7 +158,8 @@ def _match_overrides(
         matched = [name for name in shapes if fnmatchcase(name, pattern)]
         if not matched:
             raise ValueError(
-                f"Invalid overrides key {pattern!r}: it matches no trainable parameter, such as {next(iter(shapes), None)!r}."
+                f"Invalid overrides key {pattern!r}: it matches no trainable parameter, such as "
+                f"{next(iter(shapes), None)!r}."
             )
         for name in matched:
             blocks = Blocks((value,)) if isinstance(value, str) else Blocks(*value)
@@ -158,7 +174,7 @@ def _match_overrides(
 
 
 def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) -> layouts.Layouts:
-    """Layouts of all parameters that some module explains; the earlier a rule stands here, the higher its rank."""
+    """Layouts of all parameters that some module explains; earlier rules outrank later ones."""
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     passes: list[layouts.Layouts] = [{}, {}, {}, {}]
@@ -170,7 +186,7 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
         passes[2] |= layouts.mlp_layouts(module, per_row)
         passes[3] |= _norm_layouts(module)
         in_layer = any(part.isdecimal() for part in name.split("."))
-        if module is head or (attribute in layouts.HEAD_NAMES and not in_layer):
+        if module is head or (attribute in HEAD_NAMES and not in_layer):
             linear = layouts.read_linear(module)
             if linear:
                 passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)
@@ -185,22 +201,17 @@ def _embedding_layouts(
 ) -> layouts.Layouts:
     found: layouts.Layouts = {}
     if isinstance(module, nn.Embedding):
-        role = "position" if attribute in layouts.POSITION_NAMES else "embedding"
+        role = "position" if attribute in POSITION_NAMES else "embedding"
         rows = Linear(module.weight, None, 0)
         found |= layouts.rows_layouts(rows, (role,), per_row)
-    elif (
-        parent is not None
-        and "PatchEmbed" in type(parent).__name__
-        and hasattr(module, "kernel_size")
-    ):
+    elif "PatchEmbed" in type(parent).__name__ and hasattr(module, "kernel_size"):
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            found[parameter] = Layout(
-                ("bias",) if parameter_name == "bias" else ("embedding",), None
-            )
+            role = "bias" if parameter_name == "bias" else "embedding"
+            found[parameter] = Layout((role,), None)
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter_name in layouts.POSITION_NAMES:
+        if parameter_name in POSITION_NAMES:
             found[parameter] = Layout(("position",), None)
-        elif parameter_name in layouts.TOKEN_NAMES:
+        elif parameter_name in TOKEN_NAMES:
             found[parameter] = Layout(("embedding",), None)
     return found
 
@@ -233,7 +244,7 @@ def param_groups(
     weight_decay: float | None = None,
     by: Literal["role", "parameter"] = "role",
 ) -> list[dict[str, Any]]:
-    """Parameter groups that carry the blocks of `model`, for the optimizers of blockopt and of `torch.optim`.
+    """Return parameter groups that carry the blocks of `model`, for any optimizer.
 
     Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and
     FSDP2 take it.
@@ -243,7 +254,8 @@ def param_groups(
         blocks: What `find_blocks(model)` returns, with your own options; found here by default.
         weight_decay: For tensors of two or more dimensions other than norms and biases, which get
             0. None leaves it to the optimizer.
-        by: One group a role (a fused matrix is a role of its own), or one a parameter.
+        by: "role" for one group per role (a fused matrix is a role of its own), or "parameter" for
+            one group per parameter, which optimizers other than blockopt's need.
 
     Returns:
         Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
@@ -257,25 +269,16 @@ def param_groups(
         >>> [group["role"] for group in param_groups(model)]
         ['query+key+value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
     """
-    if by not in ("role", "parameter"):
-        raise ValueError(f"Invalid by={by!r}. Must be 'role' or 'parameter'.")
-    if weight_decay is not None and not 0.0 <= weight_decay < float("inf"):
-        raise ValueError(f"Invalid weight_decay={weight_decay}. Must be finite and >= 0.")
-    blocks = find_blocks(model) if blocks is None else blocks
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if blocks.keys() != trainable.keys():
-        missing, extra = (
-            sorted(trainable.keys() - blocks.keys()),
-            sorted(blocks.keys() - trainable.keys()),
-        )
-        raise ValueError(
-            f"Invalid blocks: without {missing[:3]}, and with {extra[:3]} that the model does not train. They must match."
-        )
+    check_choice("by", by, ("role", "parameter"))
+    if weight_decay is not None:
+        check_range("weight_decay", weight_decay)
+    blocks = checked_blocks(model, blocks)
+    parameters = dict(model.named_parameters())
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for name, parameter in trainable.items():
-        blocks[name].check(tuple(parameter.shape))
-        role = "+".join(dict.fromkeys(blocks[name].roles))
-        decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(blocks[name].roles)
+    for name, entry in blocks.items():
+        parameter = parameters[name]
+        role = "+".join(dict.fromkeys(entry.roles))
+        decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(entry.roles)
         key = (role if by == "role" else name, decayed)
         group = groups.setdefault(key, {"params": [], "blocks": [], "role": role})
         if not decayed:
@@ -283,5 +286,5 @@ def param_groups(
         elif weight_decay is not None:
             group["weight_decay"] = weight_decay
         group["params"].append((name, parameter))
-        group["blocks"].append(to_plain(blocks[name]))
+        group["blocks"].append(to_plain(entry))
     return list(groups.values())

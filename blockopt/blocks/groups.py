@@ -1,4 +1,4 @@
-"""Groups of blocks that share a number: those of a role, of a role in a layer, of a role in a tensor, or each block alone."""
+"""Groups of blocks that share a number: by role, by layer, by tensor, or each block alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Level = Literal["role", "layer", "tensor", "head"]
 
 
 class BlockGroup(NamedTuple):
-    """What the blocks of a group have in common; None where they differ, or where there is nothing to tell.
+    """What the blocks of a group have in common, None where they have nothing.
 
     Attributes:
         role: Their role.
@@ -25,8 +25,12 @@ class BlockGroup(NamedTuple):
         head: The number of a single block among those of its role in its parameter.
 
     Example:
-        >>> print(BlockGroup("query"), BlockGroup("query", 3), BlockGroup("query", 3, "h.3.attn.weight", 1), sep="; ")
-        query; layer 3 query; h.3.attn.weight query head 1
+        >>> print(BlockGroup("query"))
+        query
+        >>> print(BlockGroup("query", 3))
+        layer 3 query
+        >>> print(BlockGroup("query", 3, "h.3.attn.weight", 1))
+        h.3.attn.weight query head 1
     """
 
     role: str
@@ -46,7 +50,7 @@ class BlockGroup(NamedTuple):
 def block_groups(
     blocks: Mapping[str, Blocks], by: Level
 ) -> tuple[list[BlockGroup], dict[str, Tensor]]:
-    """The groups of blocks at a level, and for each parameter the number of the group that each of its blocks is in.
+    """Return the groups at a level, and `{parameter name: number of the group of each block}`.
 
     Args:
         blocks: What `find_blocks(model)` returns.
@@ -65,9 +69,10 @@ def block_groups(
     numbers = {}
     for name, entry in blocks.items():
         if by == "head":
-            seen: Counter[str] = Counter()
+            seen, several = Counter[str](), Counter(entry.block_roles)
             for role in entry.block_roles:
-                found[BlockGroup(role, entry.layer, name, seen[role])] = len(found)
+                head = seen[role] if several[role] > 1 else None
+                found[BlockGroup(role, entry.layer, name, head)] = len(found)
                 seen[role] += 1
             numbers[name] = torch.arange(len(found) - entry.num_blocks, len(found))
         else:

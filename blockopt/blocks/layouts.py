@@ -13,6 +13,19 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from blockopt.blocks.known_modules import (
+    CONTIGUOUS_PROJECTIONS,
+    EXPERT_PROJECTIONS,
+    GROUPED_PROJECTIONS,
+    HEAD_DIM,
+    INTERLEAVED_TYPES,
+    MLP_PROJECTIONS,
+    NUM_HEADS,
+    NUM_KEY_VALUE_HEADS,
+    OUTPUT_PROJECTIONS,
+    SEPARATE_PROJECTIONS,
+    UNKNOWN_ORDER_TYPES,
+)
 from blockopt.blocks.split import Split
 
 
@@ -32,101 +45,9 @@ class Ambiguity(NamedTuple):
 
 Layouts = dict[Tensor, Layout | Ambiguity]
 
-SEPARATE_PROJECTIONS = (
-    ("q_proj", "k_proj", "v_proj"),  # Llama, Mistral, Qwen, OPT, GPT-J, ViT
-    ("query", "key", "value"),  # BERT
-    ("q", "k", "v"),  # T5
-    ("q_lin", "k_lin", "v_lin"),  # DistilBERT
-    ("to_q", "to_k", "to_v"),  # diffusers
-    ("wq", "wk", "wv"),  # Llama reference code, torchtitan
-)
-# Fused projections stored as all queries, then all keys, then all values.
-CONTIGUOUS_PROJECTIONS = ("c_attn", "qkv_proj", "qkv", "Wqkv")
-# Fused projections stored group by group: the query heads that share a key, then that key, then its
-# value.
-GROUPED_PROJECTIONS = {"query_key_value": ("GPTNeoXAttention", "BloomAttention", "FalconAttention")}
-# Types that store a fused matrix otherwise than its attribute says: head by head, or in an order of
-# their own.
-INTERLEAVED_TYPES = ("MiniMaxLightningAttention",)
-UNKNOWN_ORDER_TYPES = ("CodeGenAttention",)
-OUTPUT_PROJECTIONS = (
-    "o_proj",
-    "out_proj",
-    "c_proj",
-    "dense",
-    "proj",
-    "o",
-    "out_lin",
-    "to_out",
-    "wo",
-    "Wo",
-)
-
-NUM_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
-NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
-HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-
-MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {
-        "gate_proj": ("mlp_gate",),
-        "up_proj": ("mlp_in",),
-        "down_proj": ("mlp_out",),
-    },  # Llama, Mistral, Qwen
-    {"gate_up_proj": ("mlp_gate", "mlp_in"), "down_proj": ("mlp_out",)},  # Phi-3
-    {"wi_0": ("mlp_gate",), "wi_1": ("mlp_in",), "wo": ("mlp_out",)},  # T5 v1.1
-    {"w1": ("mlp_gate",), "w3": ("mlp_in",), "w2": ("mlp_out",)},  # Llama reference code
-    {"wi": ("mlp_in",), "wo": ("mlp_out",)},  # T5
-    {"c_fc": ("mlp_in",), "c_proj": ("mlp_out",)},  # GPT-2, nanoGPT
-    {"up_proj": ("mlp_in",), "down_proj": ("mlp_out",)},
-    {"fc1": ("mlp_in",), "fc2": ("mlp_out",)},  # OPT, ViT, timm
-    {"fc_in": ("mlp_in",), "fc_out": ("mlp_out",)},  # GPT-J
-    {"lin1": ("mlp_in",), "lin2": ("mlp_out",)},  # DistilBERT
-    {
-        "linear1": ("mlp_in",),
-        "linear2": ("mlp_out",),
-    },  # nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    {"dense_h_to_4h": ("mlp_in",), "dense_4h_to_h": ("mlp_out",)},  # GPT-NeoX, Bloom, Falcon
-    {"intermediate.dense": ("mlp_in",), "output.dense": ("mlp_out",)},  # BERT
-    {"intermediate_dense": ("mlp_in",), "output_dense": ("mlp_out",)},  # HuBERT, wav2vec2
-    {"ffn": ("mlp_in",), "ffn_output": ("mlp_out",)},  # ALBERT
-    {"linear_fc1": ("mlp_in",), "linear_fc2": ("mlp_out",)},  # Qwen-VL
-    {"Wi": ("mlp_gate", "mlp_in"), "Wo": ("mlp_out",)},  # ModernBERT
-)
-
-# Mixtures of experts store all experts in one tensor, (experts, out, in): one block an expert.
-EXPERT_PROJECTIONS = {
-    "gate_up_proj": "mlp_in",
-    "up_proj": "mlp_in",
-    "gate_proj": "mlp_gate",
-    "down_proj": "mlp_out",
-}
-
-POSITION_NAMES = {
-    *(
-        "wpe",
-        "position_embeddings",
-        "position_embedding",
-        "positional_embedding",
-        "embed_positions",
-    ),
-    *("pos_embed", "pos_embedding", "pos_emb", "relative_attention_bias"),
-}
-TOKEN_NAMES = {"cls_token", "class_token", "mask_token", "reg_token", "dist_token"}
-HEAD_NAMES = {
-    "lm_head",
-    "head",
-    "head_dist",
-    "classifier",
-    "score",
-    "embed_out",
-    "qa_outputs",
-    "decoder",
-    "unembed",
-}
-
 
 class Linear(NamedTuple):
-    """A linear map inside a module: its parameters, and which dimension of the weight is the output."""
+    """A linear map inside a module: its parameters, and the output dimension of its weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -152,26 +73,23 @@ def find_linear(module: nn.Module | None, attribute: str) -> Linear | None:
 
 
 def read_linear(module: object) -> Linear | None:
-    """A module as a linear map, or None if it is none. Looks through PEFT wrappers and `Sequential`s."""
+    """Read a module as a linear map, through PEFT wrappers and `Sequential`; None if it is none."""
     if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 0:
         module = module[0]
     module = getattr(module, "base_layer", module)
     if not isinstance(getattr(module, "weight", None), Tensor):
         module = getattr(module, "linear", module)
     weight = getattr(module, "weight", None)
-    if (
-        not isinstance(module, nn.Module)
-        or isinstance(module, nn.Embedding)
-        or not isinstance(weight, Tensor)
-        or weight.ndim != 2
-    ):
+    if not isinstance(module, nn.Module) or isinstance(module, nn.Embedding):
+        return None
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
         return None
     stored_input_first = is_named(module, "Conv1D") and hasattr(module, "nf")
     return Linear(weight, getattr(module, "bias", None), 1 if stored_input_first else 0)
 
 
 def is_named(module: nn.Module, *names: str) -> bool:
-    """Whether the module's type, or one it derives from, has one of the names: FSDP2 puts a type of its own on top."""
+    """Whether the module's type has one of the names, or derives from one, as under FSDP2."""
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
@@ -220,9 +138,8 @@ def _attention_layouts(module: nn.Module, parent: nn.Module | None) -> Layouts:
         fused = find_linear(module, name)
         if fused:
             known_types = GROUPED_PROJECTIONS.get(name)
-            query = find_linear(
-                module, "q_attn"
-            )  # GPT-2's cross-attention: c_attn holds key and value only
+            # In GPT-2's cross-attention c_attn holds key and value only.
+            query = find_linear(module, "q_attn")
             if query and output:
                 return _cross_attention_layouts(module, query, fused, output)
             unknown = known_types is not None and not is_named(module, *known_types)
@@ -279,7 +196,10 @@ def _ambiguous(
 
 
 def _unknown_order(module: nn.Module, fused: Linear) -> Layouts:
-    reason = f"{type(module).__name__} fuses query, key and value, and may store them one after another or interleaved by head"
+    reason = (
+        f"{type(module).__name__} fuses query, key and value, and may store them one after another "
+        "or interleaved by head"
+    )
     return _ambiguous(fused, ("query", "key", "value"), reason)
 
 
@@ -297,10 +217,16 @@ def _separate_layouts(
     num_heads = num_heads or query.out_size // head_dim  # type: ignore[operator]
     head_dim = head_dim or query.out_size // num_heads
     if num_heads * head_dim != query.out_size:
-        reason = f"{query.out_size} outputs are not the {num_heads} heads of {head_dim} that {type(module).__name__} declares"
+        reason = (
+            f"{query.out_size} outputs are not the {num_heads} heads of {head_dim} that "
+            f"{type(module).__name__} declares"
+        )
         return _ambiguous(query, ("query",), reason)
     if key.out_size % head_dim or value.out_size % (key.out_size // head_dim):
-        reason = f"{key.out_size} keys and {value.out_size} values cannot be cut into heads of {head_dim}"
+        reason = (
+            f"{key.out_size} keys and {value.out_size} values cannot be cut into heads of "
+            f"{head_dim}"
+        )
         return _ambiguous(key, ("key",), reason) | _ambiguous(value, ("value",), reason)
     num_key_value_heads = key.out_size // head_dim
     layouts = _output_layouts(output, num_heads)
@@ -358,8 +284,8 @@ def _fused_layouts(
         or (declared != num_key_value_heads and not grouped)
     ):
         reason = (
-            f"{fused.out_size} outputs are not the queries, keys and values of {num_heads} heads of {head_dim} and "
-            f"{declared} key-value heads that {type(module).__name__} declares"
+            f"{fused.out_size} outputs are not the queries, keys and values of {num_heads} heads "
+            f"of {head_dim} and {declared} key-value heads that {type(module).__name__} declares"
         )
         return _ambiguous(fused, roles, reason)
     if grouped:
@@ -391,7 +317,7 @@ def _torch_attention_layouts(module: nn.MultiheadAttention) -> Layouts:
 
 
 def rows_layouts(linear: Linear, roles: tuple[str, ...], per_row: Collection[str]) -> Layouts:
-    """Layouts of a linear map whose output is cut into one section a role, and into its units for roles in `per_row`."""
+    """Layouts of a linear map with one section per role, cut into units for roles in `per_row`."""
     sizes = (linear.out_size // len(roles),) * len(roles)
     parts = tuple(size if role in per_row else 1 for size, role in zip(sizes, roles))
     if parts == (1,):
@@ -410,11 +336,14 @@ def mlp_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
         first, *_, out = linears.values()
         fused = len(next(iter(family.values()))) == 2
         if out.out_size != first.in_size or (fused and first.out_size != 2 * out.in_size):
-            continue  # not back to the width it came from: two layers of some net, not the MLP of a block
+            continue  # not back to the width it came from: not the MLP of a transformer block
         for name, linear in linears.items():
             roles = family[name]
             if len(roles) == 1 and linear is not out and linear.out_size == 2 * out.in_size:
-                reason = f"{type(module).__name__}.{name} fuses the gate with the input, in an order it does not tell"
+                reason = (
+                    f"{type(module).__name__}.{name} fuses the gate with the input, in an order "
+                    "that it does not tell"
+                )
                 layouts |= _ambiguous(linear, ("mlp_gate", "mlp_in"), reason)
             else:
                 layouts |= rows_layouts(linear, roles, per_row)

@@ -1,6 +1,6 @@
 """How one parameter is cut into blocks, and the two maps between a parameter and its blocks.
 
-`block_sum` goes from a parameter to one number a block, `expand` goes back. Both work on whole
+`block_sum` goes from a parameter to one number per block, `expand` goes back. Both work on whole
 tensors and never slice a parameter block by block, so they are the same few vectorised operations
 for 3 blocks or 50 257.
 """
@@ -63,25 +63,29 @@ class Split(NamedTuple):
         """Raise `ValueError` unless this split fits a parameter of `shape`."""
         if not 0 <= self.dim < len(shape):
             raise ValueError(
-                f"Invalid dim={self.dim} for a parameter of shape {tuple(shape)}. Must be in 0..{len(shape) - 1}."
+                f"Invalid dim={self.dim} for a parameter of shape {tuple(shape)}. Must be in "
+                f"0..{len(shape) - 1}."
             )
         if len(self.sizes) != len(self.parts) or not self.sizes:
             raise ValueError(
-                f"Invalid sizes={self.sizes}, parts={self.parts}. Must be of one length, at least 1."
+                f"Invalid sizes={self.sizes}, parts={self.parts}. Must be of one length, at least "
+                "1."
             )
         if self.repeat < 1 or any(p < 1 or s < 1 or s % p for s, p in zip(self.sizes, self.parts)):
             raise ValueError(
-                f"Invalid {self}. Every size must be a positive multiple of its parts, and repeat at least 1."
+                f"Invalid {self}. Every size must be a positive multiple of its parts, and repeat "
+                "at least 1."
             )
         if self.length != shape[self.dim]:
             raise ValueError(
-                f"Invalid {self}: its sections cover {self.length} of the {shape[self.dim]} entries in dimension "
-                f"{self.dim} of a parameter of shape {tuple(shape)}. They must cover all of them."
+                f"Invalid {self}: its sections cover {self.length} of the {shape[self.dim]} "
+                f"entries in dimension {self.dim} of a parameter of shape {tuple(shape)}. They "
+                "must cover all of them."
             )
 
 
 def block_numel(shape: tuple[int, ...], split: Split | None) -> Tensor:
-    """Number of entries in each block of a parameter of `shape`, as an int64 tensor of length `num_blocks`.
+    """Number of entries in each block of a parameter of `shape`, as an int64 tensor.
 
     Example:
         >>> block_numel((6, 10), Split(dim=0, sizes=(4, 2), parts=(2, 1)))
@@ -121,7 +125,7 @@ def block_sum_along(row: Tensor, split: Split) -> Tensor:
 
 
 def expand(values: Tensor, split: Split | None, ndim: int) -> Tensor:
-    """One value a block, spread to a tensor that broadcasts against the parameter of `ndim` dimensions.
+    """Spread one value per block to a tensor that broadcasts against the parameter.
 
     Example:
         >>> expand(torch.tensor([1.0, 2.0, 3.0]), Split(dim=0, sizes=(4, 2), parts=(2, 1)), ndim=2).T

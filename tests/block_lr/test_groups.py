@@ -148,7 +148,7 @@ def test_a_group_of_frozen_parameters_is_left_alone():
     block_lr.step()
     take_step(model, optimizer)
     assert "wpe.weight" not in block_lr.last_scales.as_dict()
-    assert block_lr._attached._multipliers[-1] == 1.0
+    assert block_lr._hooks._multipliers[-1] == 1.0
 
 
 def timm_cosine(optimizer):

@@ -97,7 +97,9 @@ def weights(trainer):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "newton", "gradient"])
-@pytest.mark.filterwarnings("ignore:Curvature not positive", "ignore:The refresh of the block")
+@pytest.mark.filterwarnings(
+    "ignore:No block had a positive curvature", "ignore:The refresh of the block"
+)
 def test_the_trainer_refreshes_by_optimizer_steps(curvature, kind, tmp_path):
     callback = BlockLRCallback(curvature=curvature, every=2)
     run = trainer(tmp_path, callback, kind, gradient_accumulation_steps=2)

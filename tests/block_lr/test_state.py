@@ -14,12 +14,13 @@ from torch import nn
 import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.history import History, Refresh
+from blockopt.blocks import BlockGroup
 from blockopt.curvature import ESTIMATORS
 from tests.helpers.models import CNN, SDPA
 from tests.helpers.optimizers import tiny_gpt, token_loss
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Curvature not positive",
+    "ignore:No block had a positive curvature",
     "ignore:The refresh of the block learning rates",
     "ignore:.*is no cross-entropy",
 )
@@ -190,8 +191,8 @@ def test_a_saved_state_carries_the_scales_by_itself(optimizer_name):
             torch.equal(scale, expected[name]) for name, scale in optimizer.block_scales().items()
         )
     else:
-        assert fresh._attached._multipliers == block_lr._attached._multipliers
-        assert fresh._attached._multipliers != [1.0] * len(optimizer.param_groups)
+        assert fresh._hooks._multipliers == block_lr._hooks._multipliers
+        assert fresh._hooks._multipliers != [1.0] * len(optimizer.param_groups)
 
 
 def test_failures_are_saved():
@@ -225,7 +226,7 @@ def test_a_state_of_other_blocks_is_refused():
     blocks = blockopt.find_blocks(model, per_row=())
     other = BlockLR(blockopt.BlockAdamW(blockopt.param_groups(model, blocks), lr=1e-2), model)
     with pytest.raises(
-        ValueError, match=r"has 19 scales for 'transformer.wte.weight'. Must be 1, one a block."
+        ValueError, match=r"has 19 scales for 'transformer.wte.weight'. Must be 1, one per block."
     ):
         other.load_state_dict(block_lr.state_dict())
     unrelated = tiny_gpt()
@@ -250,7 +251,7 @@ LABELS = {
     },
     "layer": {"embedding", "position", "norm"}
     | {
-        f"{layer}.{role}"
+        f"layer {layer} {role}"
         for layer in (0, 1)
         for role in ("query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias")
     },
@@ -276,17 +277,20 @@ def test_history_has_the_means_of_the_groups(by):
         gpt_with_dropout, BUILD["block"], {"curvature": curvature, "every": 2, "by": by}
     )
     assert [refresh.step for refresh in block_lr.history] == [1, 3]
-    last = block_lr.history[-1]
+    refresh = block_lr.history[-1]
+    assert refresh.curvature.keys() == refresh.scale.keys()
+    last = Refresh(
+        refresh.step, *({str(group): x for group, x in part.items()} for part in refresh[1:])
+    )
     if by in LABELS:
         assert set(last.curvature) == LABELS[by]
     else:
         assert {label for label in last.curvature if "h.0.attn.c_attn.weight" in label} == {
-            f"transformer.h.0.attn.c_attn.weight:{role}" for role in ("query", "key", "value")
+            f"transformer.h.0.attn.c_attn.weight {role}" for role in ("query", "key", "value")
         }
         assert len(last.curvature) < 40
-    assert last.curvature.keys() == last.scale.keys()
-    query = {"role": "query", "layer": "0.query"}.get(
-        by, "transformer.h.0.attn.c_attn.weight:query"
+    query = {"role": "query", "layer": "layer 0 query"}.get(
+        by, "transformer.h.0.attn.c_attn.weight query"
     )
     names = [f"transformer.h.{i}.attn.c_attn.weight" for i in ((0, 1) if by == "role" else (0,))]
     assert last.curvature[query] == pytest.approx(
@@ -311,7 +315,9 @@ def test_means_are_over_entries():
 
     _, _, block_lr = run(gpt_with_dropout, BUILD["block"], {"curvature": curvature})
     bias = 2 * 48 * 3.0 + 2 * (16 + 64 + 16) * 1.0  # fused attention; output, MLP in and out
-    assert block_lr.history[0].curvature["bias"] == pytest.approx(bias / (2 * (48 + 16 + 64 + 16)))
+    assert block_lr.history[0].curvature[BlockGroup("bias")] == pytest.approx(
+        bias / (2 * (48 + 16 + 64 + 16))
+    )
 
 
 def test_history_is_written_as_rows(tmp_path):
@@ -330,7 +336,7 @@ def test_history_is_written_as_rows(tmp_path):
             "step": int(line["step"]),
             **{k: float(line[k]) for k in ("curvature", "scale")},
         } == row
-    assert rows[0]["scale"] == block_lr.history[0].scale[rows[0]["block"]]
+    assert rows[0]["scale"] == block_lr.history[0].scale[BlockGroup(rows[0]["block"])]
 
 
 @pytest.mark.parametrize("by", ["role", "tensor"])
@@ -367,16 +373,15 @@ def test_history_plots_curvature_and_scale_by_role(by, tmp_path):
         if by == "role":
             assert list(lines["query"].get_xdata()) == [1, 2, 3, 4]
             assert list(lines["query"].get_ydata()) == [
-                getattr(refresh, quantity)["query"] for refresh in block_lr.history
+                getattr(refresh, quantity)[BlockGroup("query")] for refresh in block_lr.history
             ]
     colors = {line.get_label(): line.get_color() for line in left.get_lines()}
     assert len(set(colors.values())) == len(colors)
 
 
 def test_a_plot_leaves_out_what_a_log_axis_cannot_show():
-    history = History(
-        [Refresh(1, {"norm": -1.0}, {"norm": 1.0}), Refresh(2, {"norm": 2.0}, {"norm": 1.0})]
-    )
+    norm = BlockGroup("norm")
+    history = History([Refresh(1, {norm: -1.0}, {norm: 1.0}), Refresh(2, {norm: 2.0}, {norm: 1.0})])
     values = list(history.plot().axes[0].get_lines()[0].get_ydata())
     assert math.isnan(values[0])
     assert values[1] == 2.0
@@ -385,7 +390,7 @@ def test_a_plot_leaves_out_what_a_log_axis_cannot_show():
 def test_a_plot_without_matplotlib_or_refreshes_says_what_is_missing(monkeypatch):
     with pytest.raises(ValueError, match="No refresh to plot yet"):
         History().plot()
-    history = History([Refresh(1, {"norm": 1.0}, {"norm": 1.0})])
+    history = History([Refresh(1, {BlockGroup("norm"): 1.0}, {BlockGroup("norm"): 1.0})])
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
