@@ -27,7 +27,8 @@ def check_range(name: str, value: float | Tensor, high: float = math.inf) -> Non
     """Raise `ValueError` unless 0 <= value < high."""
     if isinstance(value, Tensor) and value.ndim != 0:
         raise ValueError(
-            f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: torch.tensor(1e-3)."
+            f"Invalid {name} of shape {tuple(value.shape)}. A tensor must have no dimensions: "
+            "torch.tensor(1e-3)."
         )
     if not 0.0 <= float(value) < high:
         bound = "finite and >= 0" if high == math.inf else f"in [0, {high})"

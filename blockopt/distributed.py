@@ -70,7 +70,7 @@ def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any
 
 
 def reshard(model: nn.Module) -> None:
-    """Put back the shards that FSDP2 leaves replaced after a forward pass without a backward one."""
+    """Put back the shards that FSDP2 leaves whole after a forward pass without a backward one."""
     if num_ranks() > 1:
         from torch.distributed.fsdp import FSDPModule
 
@@ -102,7 +102,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole`, held by every rank and broadcastable against `like`, that meets the local part of `like`."""
+    """The part of `whole`, which every rank holds, that broadcasts against the local `like`."""
     if not is_sharded(like):
         return whole
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -145,13 +145,14 @@ def sum_over_ranks(part: Tensor, like: Tensor, dim: int | None, length: int) -> 
 
 
 def largest_over_ranks(value: Tensor, parameters: list[Tensor]) -> Tensor:
-    """The largest value of a scalar over the ranks that share the parameters; itself if none is sharded."""
+    """The largest value of a scalar over the ranks that share sharded parameters."""
     sharded = [p for p in parameters if is_sharded(p)]
     if not sharded:
         return value
     from torch.distributed.tensor import DTensor, Partial
 
-    for mesh in {p.device_mesh for p in sharded}:  # type: ignore[attr-defined]
+    # In the order of the parameters, which is the same on all ranks; that of a set is not.
+    for mesh in dict.fromkeys(p.device_mesh for p in sharded):  # type: ignore[attr-defined]
         part = DTensor.from_local(
             value.to(mesh.device_type), mesh, [Partial("max")] * mesh.ndim, run_check=False
         )

@@ -1,4 +1,4 @@
-"""`BlockLR` for the `Trainer` of transformers: a callback that draws its own batches and rides along in the checkpoints."""
+"""`BlockLR` for the `Trainer` of transformers, as a callback that is part of its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ Batch = Mapping[str, Any]
 class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Gives every Hessian block its own learning rate in a `Trainer`, see `BlockLR`.
 
-    The batches that the curvature is measured on are drawn at random from the training set, with
-    the collator of the Trainer and a seed of their own: the order of the training data and all
-    other random numbers stay what they are. The state is part of the Trainer's checkpoints, and
-    `trainer.train(resume_from_checkpoint=…)` goes on from it.
+    It draws the batches to measure on at random from the training set, with the Trainer's collator
+    and a seed of its own: the order of the training data and all other random numbers stay what
+    they are. Its state is part of the Trainer's checkpoints, and
+    `trainer.train(resume_from_checkpoint=…)` resumes from it.
 
         optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=3e-3)
         block_lr = BlockLRCallback(every=100)
-        trainer = Trainer(model, args, train_dataset=dataset, optimizers=(optimizer, None),
-        callbacks=[block_lr]) trainer.train() block_lr.block_lr.history.plot("block_lr.png")
+        trainer = Trainer(
+            model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[block_lr]
+        )
+        trainer.train()
+        block_lr.block_lr.history.plot("block_lr.png")
 
-    Pass the optimizer as above: that of the Trainer has one group with weight decay and one
-    without, too few for the blocks.
+    Pass the optimizer as above: the Trainer's own has two groups, one with weight decay and one
+    without, which are too few for the blocks.
 
     Args:
-        curvature: See `BlockLR`, also for the next nine.
+        curvature: See `BlockLR` for this and the next nine arguments.
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow.
-        power: Of the curvature.
+        power: The power of the curvature.
         bounds: The smallest and the largest scale.
         by: Which blocks share a scale.
-        beta: Weight of the past in the smoothed scales.
-        num_probes: Samples a batch.
-        seed: Of these samples and of the batches.
-        batch: What to measure on instead: a function that returns a batch for each refresh. Needed
-            for a training set without a length.
+        beta: The weight of the past in the smoothed scales.
+        num_probes: Samples per batch.
+        seed: The seed of these samples and of the batches.
+        batch: A function that returns the batch for each refresh, instead of one that is drawn.
+            Needed for a training set without a length.
         compute_loss: A function of model and batch that returns the mean loss, such as
             `trainer.compute_loss`, for a loss that is not the model's own.
 
@@ -58,7 +61,7 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         block_lr: The `BlockLR` of the last training, None before the first.
 
     Raises:
-        ValueError: If `batch` or `compute_loss` is no function; and when training begins, if an
+        ValueError: If `batch` or `compute_loss` is not a function; and when training begins, if an
             option is out of range, `BlockLR` cannot serve the optimizer, or the training set has no
             length and there is no `batch`.
     """
@@ -82,25 +85,22 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         for name, function in (("batch", batch), ("compute_loss", compute_loss)):
             if function is not None and not callable(function):
                 raise ValueError(
-                    f"Invalid {name}={function!r}. Must be a function, which no checkpoint can restore."
+                    f"Invalid {name}={function!r}. Must be a function; a checkpoint cannot restore "
+                    "it."
                 )
         self.block_lr: BlockLR | None = None
         self.saved: str | None = None
         self._options: dict[str, Any] = {
-            **{
-                "curvature": curvature,
-                "every": every,
-                "warmup": warmup,
-                "until": until,
-                "power": power,
-            },
-            **{
-                "bounds": tuple(bounds),
-                "by": by,
-                "beta": beta,
-                "num_probes": num_probes,
-                "seed": seed,
-            },
+            "curvature": curvature,
+            "every": every,
+            "warmup": warmup,
+            "until": until,
+            "power": power,
+            "bounds": tuple(bounds),
+            "by": by,
+            "beta": beta,
+            "num_probes": num_probes,
+            "seed": seed,
         }
         self._given_batch, self._compute_loss = batch, compute_loss
 
@@ -126,8 +126,8 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise ValueError(
-                f"The training set, a {type(dataset).__name__}, has no length to draw batches from. Pass "
-                "BlockLRCallback(batch=…), a function that returns a batch."
+                f"The training set, a {type(dataset).__name__}, has no length to draw batches "
+                "from. Pass BlockLRCallback(batch=…), a function that returns a batch."
             )
         self.block_lr = BlockLR(kwargs["optimizer"], kwargs["model"], **self._options)
         # The Trainer expects an entry for each of its callbacks, also when it resumes from a
@@ -169,7 +169,7 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Leave Python's and numpy's random numbers as they were, for data sets that augment; `BlockLR` does so for torch's."""
+    """Leave Python's and numpy's random state as it was; `BlockLR` does so for torch's."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

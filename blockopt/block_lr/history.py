@@ -1,4 +1,4 @@
-"""What the block learning rates were: one record a refresh, to plot or to save, and the table of the latest scales."""
+"""What the block learning rates were at each refresh, to plot or save, and the latest scales."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class History(list[Refresh]):
     """
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary of step, block, curvature and scale for each group of blocks of each refresh."""
+        """One dictionary of step, block, curvature and scale per refresh and group of blocks."""
         return [
             {
                 "step": refresh.step,
@@ -87,7 +87,7 @@ class History(list[Refresh]):
             json.dump(self.rows(), file)
 
     def plot(self, path: Path | None = None) -> Figure:
-        """Plot curvature and scale of each group of blocks over the steps, one colour a role.
+        """Plot curvature and scale of each group of blocks over the steps, one colour per role.
 
         Args:
             path: Where to save the figure too; its ending gives the format.
@@ -123,7 +123,7 @@ class History(list[Refresh]):
         return figure
 
     def _draw(self, axes: Axes, quantity: str, colors: list[Any]) -> None:
-        """One line a group, thin if a role has several of them."""
+        """Draw one line per group, a thin one if its role has several."""
         steps = [refresh.step for refresh in self]
         groups = list(
             dict.fromkeys(group for refresh in self for group in getattr(refresh, quantity))

@@ -1,4 +1,4 @@
-"""BlockLR on optimizers other than blockopt's: the learning rates of groups, as their step and as their schedule see them."""
+"""BlockLR on optimizers other than blockopt's: what their step and their schedule see."""
 
 import copy
 import math
@@ -236,7 +236,7 @@ def test_the_very_same_learning_rate_is_put_back(tensor):
 
 
 class Raising(torch.optim.SGD):
-    """Raises in its second step, and calls the step of its base, which has the hooks too, in all others."""
+    """Raises in its second step; in others it calls the step of its base, which has hooks too."""
 
     steps = 0
 

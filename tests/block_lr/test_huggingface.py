@@ -22,7 +22,7 @@ STEPS = 6
 
 
 class Tokens(Dataset):
-    """Random sequences; `noisy` ones use the random numbers of Python, numpy and torch, as augmentation does."""
+    """Random sequences; `noisy` ones draw from Python, numpy and torch, as augmentation does."""
 
     def __init__(self, noisy=False):
         self.tokens = torch.randint(19, (40, 8), generator=torch.Generator().manual_seed(0))

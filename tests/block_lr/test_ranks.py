@@ -1,4 +1,4 @@
-"""BlockLR on two processes: all ranks hold the same scales, decide alike, and none waits for another."""
+"""BlockLR on two processes: all ranks hold the same scales, decide alike, and none waits."""
 
 import io
 import math
@@ -128,7 +128,7 @@ def one_rank_fails(rank, wrap, curvatures):
 
 
 def one_rank_is_wrong(rank):
-    """An error that will not pass is raised where it is, and the other rank does not wait for it."""
+    """An error that will not pass is raised where it is; the other rank does not wait for it."""
     model = DistributedDataParallel(tiny_gpt())
     optimizer = BUILD["block"](model)
     block_lr = BlockLR(optimizer, model, curvature="gauss_newton", every=1, warmup=1)

@@ -1,4 +1,4 @@
-"""Block scales equal a reference written with loops over single entries, and keep their promises on any curvature."""
+"""Block scales equal a reference with loops over entries, and keep their promises."""
 
 import copy
 import math
@@ -329,7 +329,7 @@ FUSED = "self_attn.in_proj_weight"
 
 
 def layer_scales(first=None, second=None, **options):
-    """Scales of a layer's roles: norms are the sharpest, output is the flattest; query and key as given."""
+    """Scales of a layer whose norms are the sharpest and whose output is the flattest."""
     curvature = {
         name: torch.full((entry.num_blocks,), 1.0) for name, entry in find_blocks(LAYER).items()
     }
@@ -431,7 +431,8 @@ def test_no_positive_curvature_at_all_is_an_error(value):
         *(
             (
                 {"bounds": bounds},
-                f"Invalid bounds={bounds}. Must be (low, high) with 1e-38 <= low <= 1 <= high <= 1e38.",
+                f"Invalid bounds={bounds}. Must be (low, high) with 1e-38 <= low <= 1 <= high "
+                "<= 1e38.",
             )
             for bounds in (
                 (0.0, 10.0),
@@ -460,7 +461,7 @@ def test_curvature_that_does_not_fit_the_model_is_refused():
     with pytest.raises(ValueError, match=r"shape \(\) for 'norm1.weight'. Must be \(1,\)"):
         block_scales({**curvature, "norm1.weight": torch.tensor(1.0)}, LAYER)
     del curvature["norm1.weight"]
-    message = "Invalid curvature: lacks ['norm1.weight'], and has ['norm3'] that are not trained. They must match."
+    message = "Invalid curvature: ['norm1.weight'] are missing, and ['norm3'] are not trained."
     with pytest.raises(ValueError, match=re.escape(message)):
         block_scales({**curvature, "norm3": torch.ones(1)}, LAYER)
 

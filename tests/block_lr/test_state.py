@@ -1,4 +1,4 @@
-"""A refresh leaves no trace, a resumed run goes on with the same bits, and the history tells what happened."""
+"""A refresh leaves no trace, a resumed run has the same bits, the history tells what happened."""
 
 import builtins
 import csv
@@ -299,7 +299,7 @@ def test_history_has_the_means_of_the_groups(by):
     scales = torch.cat([block_lr.last_scales.as_dict()[name][:2] for name in names])
     assert last.scale[query] == pytest.approx(scales.log().mean().exp().item(), rel=1e-5)
     norm = {"role": "norm", "layer": "norm"}.get(by)
-    if norm:  # means are over entries, not over blocks: the last norm alone, or all of them, have 16 entries each
+    if norm:  # means are over entries, not over blocks: all norms have 16 entries
         norms = [name for name in seen[-1] if "ln_" in name and (by == "role" or "ln_f" in name)]
         assert last.curvature[norm] == pytest.approx(
             torch.cat([seen[-1][name] for name in norms]).mean().item()
