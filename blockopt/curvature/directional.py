@@ -1,4 +1,4 @@
-"""Curvature along the optimizer's last update: what the loss does where training actually goes."""
+"""Curvature along the optimizer's last update, which is where training actually goes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def directional(
     blocks: Mapping[str, Blocks] | None = None,
     method: Method = "exact",
 ) -> Curvature:
-    """Curvature of each block along the update, `(H u)_b · u_b / (u_b · u_b)`; it may be negative.
+    """Return the curvature of each block along the update, `(H u)_b · u_b / (u_b · u_b)`.
 
-    It includes what the other blocks' updates do to the block. See `along_update` for the arguments
-    and for the parts of it.
+    It may be negative, and it includes the effect of the other blocks' updates. `along_update`
+    explains the arguments and returns numerator and denominator.
 
     Example:
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])

@@ -1,4 +1,4 @@
-"""The squared gradient: free, since training has just computed it. A proxy of curvature, not a measurement of it."""
+"""The squared gradient: a proxy of curvature that is free, since training has computed it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from blockopt.blocks import Blocks
-from blockopt.blocks.split import block_numel
-from blockopt.measure.closures import Curvature, block_dots, checked_blocks, trainable
+from blockopt.blocks import Blocks, block_numel, checked_blocks
+from blockopt.measure.closures import Curvature, block_dots, block_zeros, trainable_parameters
 
 
 @torch.no_grad()
 def gradient(model: nn.Module, *, blocks: Mapping[str, Blocks] | None = None) -> Curvature:
-    """Mean squared gradient of each block, from the gradients that the model holds.
+    """Return the mean squared gradient of each block, from the gradients that the model holds.
 
     Near a minimum of a log-likelihood the mean outer product of per-example gradients is the Fisher
-    matrix, and so the Hessian; the square of a batch's gradient is its diagonal, over the batch
-    size, plus the squared mean gradient. It orders blocks well where noise dominates the gradient,
-    and is what Adam-mini and arXiv 2502.19002 take for sharpness.
+    matrix, and so the Hessian. The squared gradient of a batch is on average the diagonal of that
+    matrix over the batch size, plus the squared mean gradient. It orders blocks well where noise
+    dominates the gradient. Adam-mini and arXiv 2502.19002 take it for sharpness.
 
-    Works with any attention, FSDP2, DDP, compiled models and gradient scaling (all values are off
-    by one constant then).
+    It works with any attention, FSDP2, DDP, compiled models and gradient scaling, which multiplies
+    all values by one constant.
 
     Args:
-        model: After `backward()`, before `zero_grad()`.
+        model: Any module, after `backward()` and before `zero_grad()`.
         blocks: What `find_blocks(model)` returns; found here by default.
 
     Returns:
@@ -42,17 +41,15 @@ def gradient(model: nn.Module, *, blocks: Mapping[str, Blocks] | None = None) ->
         {'weight': tensor([12.5000])}
     """
     blocks = checked_blocks(model, blocks)
-    parameters = trainable(model)
+    parameters = trainable_parameters(model)
     if all(parameter.grad is None for parameter in parameters.values()):
         raise ValueError(
-            "No parameter has a gradient. Call this after loss.backward() and before optimizer.zero_grad(); for BlockLR, move "
-            "block_lr.step(...) before zero_grad()."
+            "No parameter has a gradient. Call this after loss.backward() and before "
+            "optimizer.zero_grad(); for BlockLR, move block_lr.step(...) before zero_grad()."
         )
-    means: Curvature = {}
+    means = block_zeros(parameters, blocks)
     for name, parameter in parameters.items():
-        sizes = block_numel(tuple(parameter.shape), blocks[name].split).to(parameter.device)
-        if parameter.grad is None:
-            means[name] = torch.zeros(blocks[name].num_blocks, device=parameter.device)
-        else:
+        if parameter.grad is not None:
+            sizes = block_numel(tuple(parameter.shape), blocks[name].split).to(parameter.device)
             means[name] = block_dots(parameter.grad, parameter.grad, blocks[name]) / sizes
     return means

@@ -1,4 +1,4 @@
-"""Curvature over slope along the last update: one over the step that would have lowered the loss most."""
+"""Curvature over slope along the last update: one over the step that lowers the loss most."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import Blocks, Level, block_groups, sum_groups
+from blockopt.blocks import Blocks, Level, block_groups, checked_blocks, sum_groups
 from blockopt.measure.along_update import Method, along_update
-from blockopt.measure.closures import Curvature, Losses, checked_blocks
+from blockopt.measure.closures import Curvature, Losses
 
 
 def newton(
@@ -22,37 +22,37 @@ def newton(
     by: Level = "role",
     method: Method = "secant",
 ) -> Curvature:
-    """Curvature along the update over the slope along it: one over the step that would have lowered the loss most.
+    """Return curvature over slope along the update: one over the step that lowers the loss most.
 
     From the weights before the update, the second-order model of a group of blocks is lowest at
     `-g·u / (H u)·u` times the step that was taken. Plain curvature does not know how much there is
-    to gain: a block may be flat and have arrived. Both sums are taken over the group before they
-    are divided, since those of a single block are noisy, and all blocks of a group get the same
-    value. A group that the update does not improve counts as the sharpest one; if none improves,
-    all are zero.
+    to gain: a block may be flat and already at its minimum. Both sums are taken over the group
+    before they are divided, since those of a single block are noisy, and all blocks of a group get
+    the same value. A group that the update does not improve counts as the sharpest one. If no group
+    improves, all values are zero.
 
     Args:
         model: Any module; with `method="exact"` its parameters must be whole (not FSDP2).
-        losses: As for `along_update`. On the batch that made the update, slopes include what was
-            gained on that batch alone: it orders the blocks with less noise than a fresh one, which
-            in turn has slopes without bias.
-        update: `{parameter name: change}`: the weights now minus those before the step.
+        losses: As for `along_update`. The batch that made the update orders the blocks with less
+            noise than a fresh one, but its slopes include what was gained on that batch alone; a
+            fresh batch has unbiased slopes.
+        update: `{parameter name: change}`, the weights now minus those before the step.
         blocks: What `find_blocks(model)` returns; found here by default.
-        scales: The multipliers that the update was made with, `{parameter name: tensor of
-            num_blocks}`, which are divided out so that the result is that of the optimizer's own
-            step.
-        by: The groups, see `block_scales`.
+        scales: The multipliers that the update was made with, `{parameter name: one per block}`.
+            They are divided out, so that the result is that of the optimizer's own step.
+        by: Which blocks form a group; see `block_scales`.
         method: See `along_update`.
 
     Returns:
         `{parameter name: curvature over slope of each block's group}`.
 
     Raises:
-        ValueError: If the update does not fit the parameters, or one is sharded and the method
-            exact.
+        ValueError: If the update does not fit the parameters, or if the method is "exact" and a
+            parameter is sharded.
 
     Example:
-        Loss `9 w²` at w = 1 after a step of -1/2: three such steps would have reached the minimum.
+        A step of -1/2 led the loss `9 w²` to w = 1. Three such steps would have reached the
+        minimum:
 
         >>> model, x = nn.Linear(1, 1, bias=False), torch.tensor([[3.0]])
         >>> _ = nn.init.ones_(model.weight)
@@ -62,22 +62,15 @@ def newton(
     blocks = checked_blocks(model, blocks)
     along = along_update(model, losses, update, blocks=blocks, method=method)
     labels, groups = block_groups(blocks, by)
-    after, row_sum = (
-        sum_groups(part, groups, len(labels)) for part in (along.slope, along.row_sum)
-    )
-    slope = after - row_sum  # before the update
+    count = len(labels)
+    row_sum = sum_groups(along.row_sum, groups, count)
+    slope = sum_groups(along.slope, groups, count) - row_sum  # before the update
     values = row_sum / -slope
     if scales is not None:
-        sizes = {name: torch.ones_like(groups[name], dtype=torch.float64) for name in blocks}
+        sizes = sum_groups({name: torch.ones_like(groups[name]) for name in blocks}, groups, count)
         logs = {name: scales[name].to("cpu", torch.float64).log() for name in blocks}
-        values = (
-            values
-            / (sum_groups(logs, groups, len(labels)) / sum_groups(sizes, groups, len(labels))).exp()
-        )
+        values = values / (sum_groups(logs, groups, count) / sizes).exp()
     descends = slope < 0
-    values = (
-        torch.where(descends, values, values[descends].max())
-        if bool(descends.any())
-        else torch.zeros_like(values)
-    )
+    sharpest = values[descends].max() if bool(descends.any()) else values.new_zeros(())
+    values = torch.where(descends, values, sharpest)
     return {name: values[groups[name]].to(along.slope[name]) for name in blocks}

@@ -1,4 +1,4 @@
-"""The papers' scaling law: block curvature from weight norms and powers of the input's size, without any data.
+"""The papers' scaling law: curvature from weight norms and the input's size, without any data.
 
 Softmax attention makes the curvature of queries and keys grow as the sixth power of its input X and
 with the squares of the other weights, that of values only as X² (Ormaniec, Dangel and Singh, ICLR
@@ -15,12 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import Blocks, layouts
-from blockopt.blocks.split import block_numel
-from blockopt.measure.closures import Curvature, block_dots, checked_blocks, trainable
+from blockopt.blocks import Blocks, block_numel, checked_blocks, layouts
+from blockopt.measure.closures import Curvature, block_dots, trainable_parameters
 
-# Powers of the input's root mean square, as the papers give them for attention and MLP without
-# norms inside.
+# The papers' powers of the input's root mean square, for attention and MLP without norms inside.
 EXPONENTS = {
     "query": 6.0,
     "key": 6.0,
@@ -32,21 +30,24 @@ EXPONENTS = {
 }
 
 
-class _Part(NamedTuple):
+class _RoleWeights(NamedTuple):
     """The blocks of one role in one parameter.
 
     Attributes:
-        name: Of the parameter.
-        mask: Which of its blocks.
-        gains: The squared norm of each block over the width of its head, or of all of them over the
-            hidden units.
-        width: Of all heads, or the number of hidden units.
+        name: The name of the parameter.
+        mask: Which of its blocks have the role.
+        gains: The squared norm of each block over the width of its head; for an MLP that of all
+            blocks over the number of hidden units.
+        width: The width of all heads, or the number of hidden units.
     """
 
     name: str
     mask: Tensor
     gains: Tensor
     width: float
+
+
+Layer = dict[str, _RoleWeights]
 
 
 @torch.no_grad()
@@ -57,48 +58,48 @@ def power_law(
     input_scale: float | None = None,
     exponents: Mapping[str, float] | None = None,
 ) -> Curvature:
-    """Mean curvature of each block, up to one constant, by the scaling law.
+    """Return the mean curvature of each block by the scaling law, up to one common constant.
 
     With s the root mean square of a layer's input, and the gain `w = |W|² / d` of the weights of a
-    head of width d,
+    head of width d, the law is
 
         query: s⁶ w_K w_V w_O      key: s⁶ w_Q w_V w_O      value: s² w_O      output: s² w_V
 
-    and with d the number of hidden units, `mlp_in: s² w_out`, `mlp_out: s² w_in`, where a gate is
-    one more factor `s² w`. The papers' W_V is the product of value and output, whose squared norm
-    is `|W_V|² |W_O|² / d` for weights in general position. Grouped queries share the gains of their
-    key and value, and these get the sum over the queries. Blocks of other roles, for which the
-    papers give no law, get the geometric mean of all others, weighted by entries: their multiplier
-    comes out near 1.
+    For an MLP, with d the number of hidden units, it is `mlp_in: s² w_out` and `mlp_out: s² w_in`,
+    and a gate multiplies these by `s² w`. The papers' W_V is the product of value and output, whose
+    squared norm is `|W_V|² |W_O|² / d` for weights in general position. Grouped queries share the
+    gains of their key and value, which get the sum over the queries. The papers give no law for
+    other roles: their blocks get the geometric mean of all others, weighted by entries, so that
+    their multiplier comes out near 1.
 
     Args:
         model: A transformer.
         blocks: What `find_blocks(model)` returns; found here by default.
-        input_scale: s for all layers. By default that which the layer's norms give, the root mean
-            square of their weights, or that of the embedding for a layer without norms.
-        exponents: Powers of s to use in place of `EXPONENTS`, by role, such as those measured for a
-            model with pre-norm.
+        input_scale: s for all layers. By default it is the root mean square of the weights of the
+            layer's norms, or of the embedding for a layer without norms.
+        exponents: Powers of s by role that replace those of `EXPONENTS`, such as ones measured for
+            a model with pre-norm.
 
     Returns:
         `{parameter name: relative curvature of each block}`.
 
     Raises:
-        ValueError: If the model has neither attention nor MLP, or an exponent is for a role without
-            a law.
+        ValueError: If the model has neither attention nor an MLP, or if `exponents` names a role
+            without a law.
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> layer = nn.TransformerEncoderLayer(d_model=16, nhead=1, dim_feedforward=32)
-        >>> small = power_law(layer, input_scale=1.0)["self_attn.in_proj_weight"]  # query, key, value
-        >>> power_law(layer, input_scale=2.0)["self_attn.in_proj_weight"] / small
+        >>> small = power_law(layer, input_scale=1.0)["self_attn.in_proj_weight"]
+        >>> power_law(layer, input_scale=2.0)["self_attn.in_proj_weight"] / small  # Q, K and V
         tensor([64., 64.,  4.])
     """
     unknown = sorted((exponents or {}).keys() - EXPONENTS.keys())
     if unknown:
-        raise ValueError(f"Invalid exponents for {unknown}. The law is for {', '.join(EXPONENTS)}.")
+        raise ValueError(f"Invalid exponents for {unknown}. Must be for {', '.join(EXPONENTS)}.")
     powers = {**EXPONENTS, **(exponents or {})}
     blocks = checked_blocks(model, blocks)
-    parameters = trainable(model)
+    parameters = trainable_parameters(model)
     curvature: Curvature = {
         name: torch.full((b.num_blocks,), math.nan, dtype=torch.float64)
         for name, b in blocks.items()
@@ -106,27 +107,27 @@ def power_law(
     for layer in _sublayers(model, parameters, blocks):
         first = next(iter(layer.values())).name
         s = _input_scale(first, parameters, blocks) if input_scale is None else input_scale
-        for role, gain in (
-            _attention_gains(layer) if "query" in layer else _mlp_gains(layer, s)
-        ).items():
+        gains = _attention_gains(layer) if "query" in layer else _mlp_gains(layer, s)
+        for role, gain in gains.items():
             curvature[layer[role].name][layer[role].mask] = s ** powers[role] * gain
     return _fill_rest(curvature, parameters, blocks)
-
-
-Layer = dict[str, _Part]
 
 
 def _sublayers(
     model: nn.Module, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
 ) -> list[Layer]:
-    """The weights that belong together: for each query or MLP input, what the smallest module around it alone holds."""
+    """Find the weights that belong together, for each query and each MLP input.
+
+    They are those of the smallest module around it that holds all its partners, or else of the
+    largest module that holds no other query or MLP input.
+    """
     roles = {
         name: set(b.roles) & EXPONENTS.keys()
         for name, b in blocks.items()
         if parameters[name].ndim > 1
     }
     layers = []
-    for start, partner in (("query", {"key", "value", "output"}), ("mlp_in", {"mlp_out"})):
+    for start, partners in (("query", {"key", "value", "output"}), ("mlp_in", {"mlp_out"})):
         for name in (n for n, found in roles.items() if start in found):
             members = [name]
             parts = name.split(".")
@@ -136,37 +137,38 @@ def _sublayers(
                 if sum(start in roles[n] for n in inside) > 1:
                     break
                 members = inside
-                if partner <= set().union(*(roles[n] for n in members)):
+                if partners <= set().union(*(roles[n] for n in members)):
                     break
-            wanted = {start, *partner} | ({"mlp_gate"} if start == "mlp_in" else set())
+            wanted = {start, *partners} | ({"mlp_gate"} if start == "mlp_in" else set())
             found = [(n, r) for n in members for r in blocks[n].roles if r in wanted]
-            layers.append({r: _part(model, n, r, parameters[n], blocks[n]) for n, r in found})
+            layers.append({r: _weights(model, n, r, parameters[n], blocks[n]) for n, r in found})
     if not layers:
         raise ValueError(
-            "Found neither attention nor an MLP with known roles, and the law is for these. See find_blocks(model)."
+            "Found neither attention nor an MLP, and the scaling law is for these. See "
+            "print(blockopt.describe(model)) for the roles that were found."
         )
     return layers
 
 
-def _part(model: nn.Module, name: str, role: str, parameter: Tensor, blocks: Blocks) -> _Part:
+def _weights(
+    model: nn.Module, name: str, role: str, parameter: Tensor, blocks: Blocks
+) -> _RoleWeights:
     mask = torch.tensor([r == role for r in blocks.block_roles])
     squares = block_dots(parameter, parameter, blocks).double().cpu()[mask]
     shape, split = tuple(parameter.shape), blocks.split
     sizes = block_numel(shape, split)[mask].double()
-    if role.startswith(
-        "mlp"
-    ):  # all rows alike: the sum over hidden units, of which there are more than inputs
+    if role.startswith("mlp"):  # all rows share the gain; there are more hidden units than inputs
         width = float(sizes.sum()) / min(shape[-2:])
-        return _Part(name, mask, (squares.sum() / width).expand(len(squares)), width)
+        return _RoleWeights(name, mask, (squares.sum() / width).expand(len(squares)), width)
     linear = layouts.read_linear(model.get_submodule(name.rpartition(".")[0]))
     out_dim = 0 if linear is None else linear.out_dim
     heads_dim = split.dim if split is not None else 1 - out_dim if role == "output" else out_dim
     widths = sizes * shape[heads_dim] / parameter.numel()
-    return _Part(name, mask, squares / widths, float(widths.sum()))
+    return _RoleWeights(name, mask, squares / widths, float(widths.sum()))
 
 
 def _attention_gains(layer: Layer) -> dict[str, Tensor]:
-    """What multiplies the power of s, one value a head of each role."""
+    """Return what multiplies the power of s, for each role one value per head."""
     one = torch.ones(1, dtype=torch.float64)
     gains = {
         role: layer[role].gains if role in layer else one
@@ -176,9 +178,7 @@ def _attention_gains(layer: Layer) -> dict[str, Tensor]:
     query, key, value, output = (g.repeat_interleave(heads // len(g)) for g in gains.values())
 
     def by_head(values: Tensor, role: str) -> Tensor:
-        user = (
-            "output" if role == "value" and "output" in layer else "query"
-        )  # whose heads it is shared by
+        user = "output" if role == "value" and "output" in layer else "query"
         sharing = layer[user].width / layer[role].width if role in ("key", "value") else 1.0
         return sharing * values.view(len(gains[role]), -1).mean(1)
 
@@ -211,7 +211,7 @@ def _mlp_gains(layer: Layer, s: float) -> dict[str, Tensor]:
 def _input_scale(
     name: str, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
 ) -> float:
-    """Root mean square of what the norms of the parameter's layer give, or of the embedding if it has none, or 1."""
+    """Return the root mean square of the layer's norm weights, or of the embedding, or 1."""
     layer = blocks[name].layer
     norms = [
         n
@@ -226,14 +226,11 @@ def _input_scale(
 def _fill_rest(
     curvature: Curvature, parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
 ) -> Curvature:
+    """Give the blocks without a law the geometric mean of the others, or 1."""
     values = torch.cat(list(curvature.values()))
-    sizes = torch.cat(
-        [block_numel(tuple(parameters[name].shape), b.split) for name, b in blocks.items()]
-    )
+    sizes = torch.cat([block_numel(tuple(parameters[n].shape), b.split) for n, b in blocks.items()])
     known = values > 0
-    mean = (
-        ((values[known].log() * sizes[known]).sum() / sizes[known].sum()).exp()
-        if bool(known.any())
-        else values.new_ones(())
-    )
+    mean = values.new_ones(())
+    if bool(known.any()):
+        mean = ((values[known].log() * sizes[known]).sum() / sizes[known].sum()).exp()
     return {name: c.where(~c.isnan(), mean).float() for name, c in curvature.items()}

@@ -1,1 +1,1 @@
-"""One pass of a model that leaves no trace: loss closures, the curvature of losses, attention, updates."""
+"""Passes of a model that leave no trace: losses and their curvature, attention, updates."""

@@ -9,8 +9,11 @@ from torch.overrides import TorchFunctionMode
 from blockopt import Blocks, Split, find_blocks
 from blockopt.blocks.split import block_numel
 from blockopt.curvature import analytic
-from blockopt.curvature.analytic.estimator import _independence
-from blockopt.curvature.analytic.layer_calls import capture_layers, checked
+from blockopt.curvature.analytic.independence import find_independence
+from blockopt.curvature.analytic.layer_calls import (
+    capture_layers,
+    drop_parameters_used_elsewhere,
+)
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 from tests.helpers.dense_hessians import (
@@ -69,13 +72,6 @@ def test_outer_is_exact(family):
     )
 
 
-class Site:
-    """The part of a site that independence is asked of."""
-
-    def __init__(self, call):
-        self.call = call
-
-
 @pytest.mark.parametrize("family", ["nanogpt", "llama", "t5", "vit", "gpt2-cross"])
 def test_closed_forms_are_in_use(family):
     """What is left to the noisier estimate is only what no module explains, and sequences are taken apart."""
@@ -87,11 +83,12 @@ def test_closed_forms_are_in_use(family):
     ):
         loss = loss_of(family, model)
     curvature = LossCurvature(loss, seen.calls)
-    kept = checked(layers, curvature.predictions, {p: name for name, p in model.named_parameters()})
+    names = {p: name for name, p in model.named_parameters()}
+    kept = drop_parameters_used_elsewhere(layers, curvature.predictions, names)
     assert [(call.weight, call.bias) for call in kept] == [
         (call.weight, call.bias) for call in layers
     ]
-    separate, local = _independence(curvature, kept, [Site(call) for call in attention])
+    separate, local = find_independence(curvature, kept, attention[-1].output)
     assert local
     assert all(
         after.x.shape[0] == 2

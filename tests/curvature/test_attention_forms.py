@@ -9,18 +9,18 @@ from transformers.pytorch_utils import Conv1D
 from blockopt import Split
 from blockopt.curvature import analytic
 from blockopt.curvature.analytic.attention_forms import (
-    Attention,
+    AttentionTensors,
     functional_key,
     functional_query,
     outer_key,
     outer_value,
     score_derivatives,
 )
-from blockopt.curvature.analytic.layer_calls import (
-    capture_layers,
+from blockopt.curvature.analytic.layer_calls import capture_layers
+from blockopt.curvature.analytic.sequence_gradients import (
+    layer_gradients,
     squared_rows,
     squared_sums,
-    uses_of,
 )
 from tests.helpers.dense_hessians import build, tokens_of
 
@@ -47,7 +47,7 @@ def random_attention(heads, groups, queries=3, keys=4, width=5, batch=2):
         .masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
         .softmax(-1)
     )
-    return Attention(weights, query, key, value, SCALE, groups), x, delta
+    return AttentionTensors(weights, query, key, value, SCALE, groups), x, delta
 
 
 def moments(weights, v, y):
@@ -220,7 +220,7 @@ def test_squares_of_the_gradient_of_each_sequence(kind, dim):
     with capture_layers(model, []) as layers:
         y = model(x)
     d = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-    uses = uses_of(layers, [d])
+    uses = layer_gradients(layers, [d])
     assert set(uses) == {name for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         gradients = [torch.autograd.grad(y[s], p, d[s], retain_graph=True)[0] for s in range(2)]

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from blockopt import find_blocks
 from blockopt.blocks.split import block_sum
 from blockopt.curvature import analytic, gauss_newton, hutchinson
-from blockopt.curvature.hutchinson import LARGEST_RATIO, probe_factors
+from blockopt.curvature.hutchinson import LARGEST_FACTOR, probe_factors
 from tests.helpers.dense_hessians import assert_means, gauss_newton_means, hessian_means
 from tests.helpers.models import FAMILIES, VOCAB
 
@@ -159,7 +159,7 @@ def test_probe_factors():
     assert c_attn[:4].tolist() == [unit] * 4
     assert c_attn[4:].tolist() == [unit / 128] * 8  # the power of two that is nearest to 100
     assert factors["h.1.mlp.c_fc.weight"].unique().tolist() == [unit]
-    assert LARGEST_RATIO / 1.5 < float(factors["wte.weight"].unique()) < LARGEST_RATIO * 1.5
+    assert LARGEST_FACTOR / 1.5 < float(factors["wte.weight"].unique()) < LARGEST_FACTOR * 1.5
     nowhere = probe_factors({n: torch.zeros_like(g) for n, g in gradients.items()}, blocks)
     assert all(torch.equal(f, torch.ones_like(f)) for f in nowhere.values())
 

@@ -1,23 +1,27 @@
-"""Closed forms of the query, key and value blocks of softmax attention, for any mask, any scale and grouped heads.
+"""Closed forms of the query, key and value blocks of softmax attention.
 
-With attention probabilities `A`, and `g_i` the gradient of the loss at the output of query position
-i, let `s_ij = g_i·v_j - Σ_j A_ij g_i·v_j`, the derivative of the loss by the score of i and j, over
-A_ij. Then (Ormaniec, Dangel and Singh, ICLR 2025, in the compact form of sums over positions of a
-rank-one matrix and an attention-weighted covariance):
+They hold for any mask, any scale and grouped heads. With attention probabilities `A`, and `g_i` the
+gradient of the loss at the output of query position i, let `s_ij = g_i·v_j - Σ_j A_ij g_i·v_j`, the
+derivative of the loss by the score of i and j, over A_ij. Then (Ormaniec, Dangel and Singh, ICLR
+2025, in the compact form of sums over positions of a rank-one matrix and an attention-weighted
+covariance):
 
     functional part of the Hessian:  tr H_f(Q,Q) = scale² Σ_i |x_i|² Σ_j A_ij s_ij |k_j - k̄_i|²
                                      tr H_f(K,K) = scale² Σ_i |q_i|² Σ_j A_ij s_ij |x_j - m_i|²
 
-where k̄_i and m_i are the A-weighted means of keys and inputs; it is exact in a network of any
-depth, since it only needs the gradient. RoPE leaves the form of the queries as it is, with k the
+where k̄_i and m_i are the A-weighted means of keys and inputs. This is exact in a network of any
+depth, since it needs only the gradient. RoPE leaves the form of the queries as it is, with k the
 rotated keys. In that of the keys `q_i ⊗ (x_j - m_i)` becomes `R_jᵀ q_i ⊗ x_j` minus its mean, for
-the rotation R_j at position j. The products `q_iᵀ R_j R_lᵀ q_i` that this takes are, being even in
-the angle, the mean of `(q_iᵀ R_jᵀ r) (q_iᵀ R_lᵀ r)` over random vectors r, or its sum over a basis.
+the rotation R_j at position j. The products `q_iᵀ R_j R_lᵀ q_i` that this takes are even in the
+angle, so they are the mean of `(q_iᵀ R_jᵀ r) (q_iᵀ R_lᵀ r)` over random vectors r, or its sum over
+a basis.
 
 The outer part needs Λ_i, the curvature of the loss in the output of position i. Where nothing above
 mixes positions, one factor `δ_i` of `Λ_i = Σ δ_i δ_iᵀ` contributes
 
-    queries: scale² Σ_i |x_i|² |C_iᵀ δ_i|²    keys: scale² Σ_i |q_i|² |D_iᵀ δ_i|²    values: Σ_i |m_i|² |δ_i|²
+    queries: scale² Σ_i |x_i|² |C_iᵀ δ_i|²
+    keys:    scale² Σ_i |q_i|² |D_iᵀ δ_i|²
+    values:  Σ_i |m_i|² |δ_i|²
 
 with `C_i = Cov(v, k)` and `D_i = Cov(v, x)` under A_i, so that `D_iᵀ δ_i = Σ_j A_ij s_ij x_j` with
 s taken at δ.
@@ -34,15 +38,15 @@ from torch import Tensor
 from blockopt.measure.attention_capture import AttentionCall
 
 
-class Attention(NamedTuple):
-    """The numbers of one attention call that the forms need, H query heads over G key heads, in float32 at least.
+class AttentionTensors(NamedTuple):
+    """What the forms need of one attention call, in float32 or better.
 
     Attributes:
-        weights: (B, H, T, S).
+        weights: (B, H, T, S), the attention probabilities of H query heads.
         query: (B, H, T, dk).
         key: (B, H, S, dk), repeated for grouped heads.
         value: (B, H, S, dv), repeated for grouped heads.
-        scale: Of the scores.
+        scale: What the scores are multiplied by.
         groups: G, the number of key heads.
     """
 
@@ -55,7 +59,7 @@ class Attention(NamedTuple):
 
     @staticmethod
     @torch.no_grad()
-    def of(call: AttentionCall, groups: int) -> Attention:
+    def of(call: AttentionCall, groups: int) -> AttentionTensors:
         """Read a captured call."""
         heads = call.query.shape[1]
         weights = call.weights()
@@ -63,21 +67,25 @@ class Attention(NamedTuple):
             t.to(weights.dtype).repeat_interleave(heads // t.shape[1], dim=1)
             for t in (call.key, call.value)
         )
-        return Attention(weights, call.query.to(weights.dtype), key, value, call.scale, groups)
-
-    def by_group(self, x: Tensor) -> Tensor:
-        """(H,) summed over the query heads of each key head: (G,)."""
-        return x.view(self.groups, -1).sum(1)
+        query = call.query.to(weights.dtype)
+        return AttentionTensors(weights, query, key, value, call.scale, groups)
 
 
-def score_derivatives(attention: Attention, g: Tensor) -> Tensor:
-    """`A_ij s_ij`, the derivative of the loss by each score, (B, H, T, S), for a gradient g (B, H, T, dv) at the output."""
+def score_derivatives(attention: AttentionTensors, g: Tensor) -> Tensor:
+    """Return `A_ij s_ij`, the derivative of the loss by each score, (B, H, T, S).
+
+    Args:
+        attention: The call.
+        g: The gradient at the output, (B, H, T, dv).
+    """
     direct = g @ attention.value.mT
     return attention.weights * (direct - (attention.weights * direct).sum(-1, keepdim=True))
 
 
-def functional_query(attention: Attention, scores: Tensor) -> Tensor:
-    """`scale² Σ_j A_ij s_ij |k_j - k̄_i|²`, (B, H, T): summed with the weights `|x_i|²` it is `tr H_f(Q,Q)`, with RoPE too.
+def functional_query(attention: AttentionTensors, scores: Tensor) -> Tensor:
+    """Return `scale² Σ_j A_ij s_ij |k_j - k̄_i|²`, (B, H, T).
+
+    Its sum with the weights `|x_i|²` is `tr H_f(Q,Q)`, with RoPE too.
 
     Args:
         attention: The call.
@@ -87,16 +95,18 @@ def functional_query(attention: Attention, scores: Tensor) -> Tensor:
 
 
 def functional_key(
-    attention: Attention, scores: Tensor, x: Tensor, rotated: Sequence[Tensor] | None = None
+    attention: AttentionTensors, scores: Tensor, x: Tensor, rotated: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """`tr H_f(K,K)` of each key head, (G,). Exact unless keys are normalised after their projection.
+    """Return `tr H_f(K,K)` of each key head, (G,).
+
+    It is exact unless keys are normalised after their projection.
 
     Args:
         attention: The call.
         scores: `score_derivatives` at the gradient of the loss.
-        x: Input of the key projection, (B, S, D), or ones for its bias.
-        rotated: `R_jᵀ r` for keys that are rotated, (B, H, S, dk) for each of some vectors r whose
-            `r rᵀ` sum up to the identity, or do so in the mean.
+        x: The input of the key projection, (B, S, D), or ones for its bias.
+        rotated: For keys that are rotated, `R_jᵀ r`, (B, H, S, dk), for each of some vectors r
+            whose `r rᵀ` sum up to the identity, or do so on average.
     """
     x = x.unsqueeze(1)
     norms = attention.query.square().sum(-1)
@@ -107,36 +117,39 @@ def functional_key(
         for directions in rotated:
             along = attention.query @ directions.mT
             squares = squares - 2 * _products(attention.weights * along, scores * along, x)
-    return attention.by_group(attention.scale**2 * squares.sum((0, 2)))
+    per_head = attention.scale**2 * squares.sum((0, 2))
+    return per_head.view(attention.groups, -1).sum(1)
 
 
 def _weighted_squares(weights: Tensor, scores: Tensor, y: Tensor) -> Tensor:
-    """`Σ_j scores_ij |y_j - ȳ_i|²` with ȳ the weighted mean, (B, H, T); as the scores of i sum to 0, `|ȳ_i|²` drops out."""
-    return (scores @ y.square().sum(-1, keepdim=True)).squeeze(-1) - 2 * _products(
-        weights, scores, y
-    )
+    """Return `Σ_j scores_ij |y_j - ȳ_i|²`, (B, H, T), with ȳ the weighted mean.
+
+    As the scores of i sum to 0, `|ȳ_i|²` drops out.
+    """
+    squares = (scores @ y.square().sum(-1, keepdim=True)).squeeze(-1)
+    return squares - 2 * _products(weights, scores, y)
 
 
 def _products(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """`Σ_j a_ij y_j · Σ_l b_il y_l`, (B, H, T)."""
+    """Return `Σ_j a_ij y_j · Σ_l b_il y_l`, (B, H, T)."""
     if 2 * y.shape[-1] <= y.shape[-2]:
         return ((a @ y) * (b @ y)).sum(-1)
     return ((a @ (y @ y.mT)) * b).sum(-1)
 
 
-def outer_key(attention: Attention, delta: Tensor, x: Tensor) -> Tensor:
-    """The contribution of one factor `δ` of Λ to the trace of each key head, (G,), where nothing above mixes positions."""
+def outer_key(attention: AttentionTensors, delta: Tensor, x: Tensor) -> Tensor:
+    """Return what one factor `δ` of Λ adds to the trace of each key head, (G,)."""
     covariances = score_derivatives(attention, delta) @ x.unsqueeze(1)  # D_iᵀ δ_i, (B, H, T, D)
     return attention.scale**2 * _squared_sums(covariances, attention.query, attention.groups)
 
 
-def outer_value(attention: Attention, delta: Tensor, x: Tensor) -> Tensor:
-    """The contribution of one factor `δ` of Λ to the trace of each value head, (G,), where nothing above mixes positions."""
+def outer_value(attention: AttentionTensors, delta: Tensor, x: Tensor) -> Tensor:
+    """Return what one factor `δ` of Λ adds to the trace of each value head, (G,)."""
     return _squared_sums(attention.weights @ x.unsqueeze(1), delta, attention.groups)
 
 
 def _squared_sums(a: Tensor, b: Tensor, groups: int) -> Tensor:
-    """`Σ_i |Σ_h a_ih b_ihᵀ|²` over the heads h of each group, for a, b of (B, H, T, ·): (G,).
+    """Return `Σ_i |Σ_h a_ih b_ihᵀ|²` over the heads h of each group, (G,), for (B, H, T, ·).
 
     Heads that share a key or value add their gradients before they are squared.
     """

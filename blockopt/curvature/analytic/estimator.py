@@ -1,36 +1,38 @@
-"""Curvature from closed forms: one forward pass, backward passes to activations only, no derivative of a gradient.
+"""Curvature from closed forms: one forward pass, and backward passes to activations only.
 
 Every trainable map of a transformer is linear in its own weights: projections, MLP, embedding,
-norm, head. So the outer (Gauss-Newton) part of its block is made of its input and of the curvature
-Λ of the loss in its output, and only the weights inside of the softmax, queries and keys, have a
+norm and head. So the outer (Gauss-Newton) part of its block consists of its input and of Λ, the
+curvature of the loss in its output. Only queries and keys, which are inside the softmax, have a
 functional part of their own, which the gradient at the attention output gives exactly
-(`_attention_forms`). Λ comes from labels sampled from the model, in one of two ways:
+(`attention_forms`). Λ comes from labels sampled from the model, in one of two ways:
 
 - From the last attention on, nothing mixes positions: Λ is local to a position, and so are the
-  forms, `_attention_forms`.
-- Below, Λ couples the positions of a sequence: dropping that is off by factors of 0.35 to 1.5 in a
-  GPT of three layers. The forms of `_layers` keep it, sequence by sequence, without bias.
+  forms in `attention_forms`.
+- Below, Λ couples the positions of a sequence. Dropping that is off by factors of 0.35 to 1.5 in a
+  GPT of three layers. `sequence_gradients` keeps it, sequence by sequence, without bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from blockopt.blocks import Blocks
-from blockopt.curvature.analytic.attention_projections import Site
+from blockopt.checks import check_choice, check_count
+from blockopt.curvature.analytic.attention_projections import AttentionProjections
+from blockopt.curvature.analytic.independence import find_independence
 from blockopt.curvature.analytic.layer_calls import (
     LayerCall,
-    Use,
-    by_position,
-    by_reach,
     capture_layers,
-    checked,
+    drop_parameters_used_elsewhere,
+)
+from blockopt.curvature.analytic.sequence_gradients import (
+    LayerGradient,
+    layer_gradients,
     squared_sums,
-    uses_of,
 )
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.closures import (
@@ -38,15 +40,15 @@ from blockopt.measure.closures import (
     Evaluation,
     Losses,
     block_dots,
-    check_probes,
+    block_zeros,
     default_generator,
-    mean_over_batches,
+    mean_curvature,
     refuse_sharded,
-    trainable,
+    trainable_parameters,
 )
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 
-Part = Literal["outer", "functional", "full"]
+HessianPart = Literal["outer", "functional", "full"]
 
 
 def analytic(
@@ -54,164 +56,130 @@ def analytic(
     losses: Losses,
     *,
     blocks: Mapping[str, Blocks] | None = None,
-    part: Part = "outer",
+    part: HessianPart = "outer",
     num_probes: int | None = 1,
     generator: torch.Generator | None = None,
 ) -> Curvature:
-    """Mean curvature of each block from closed forms.
+    """Return the mean curvature of each block from closed forms.
 
-    - "outer": the Gauss-Newton block `tr(J_bᵀ Λ J_b) / dim_b`. Never negative. Unbiased over the
-      sampled labels, whatever the depth, mask, grouping of heads, RoPE or QK-norm.
-    - "functional": what the softmax adds to queries and keys through its own second derivative.
-      Exact; for keys with RoPE unbiased, and exact with `num_probes=None`. With QK-norm, or for
-      blocks that are no whole heads, both terms are left out. It is zero for all other blocks:
-      their maps are linear in their own weights. (Those of LoRA factors in queries and keys are
-      not, and left out too.)
-    - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton;
-      that vanishes as the model fits its data, and is large at initialisation if norms see small
+    - "outer": the Gauss-Newton block, `tr(J_bᵀ Λ J_b) / dim_b`. It is never negative, and unbiased
+      over the sampled labels, whatever the depth, mask, grouping of heads, RoPE or QK-norm.
+    - "functional": what the softmax adds to queries and keys through its own second derivative. It
+      is exact; for keys with RoPE it is unbiased, and exact with `num_probes=None`. With QK-norm,
+      or for blocks that are not whole heads, both terms are left out. It is zero for all other
+      blocks, whose maps are linear in their own weights. (LoRA factors in queries and keys are not,
+      and their terms are left out too.)
+    - "full": the sum. It lacks the curvature of nonlinear layers above a block beyond Gauss-Newton,
+      which vanishes as the model fits its data, but is large at initialisation if norms see small
       inputs. `hutchinson` has all of it.
 
-    Weights that are used otherwise than by a linear map, embedding or norm module (the fused
-    projections of `nn.MultiheadAttention`, convolutions, stacked experts, class tokens) get
-    `gauss_newton`'s estimate from the same passes.
+    Weights that are used by anything but a linear map, embedding or norm module get the estimate of
+    `gauss_newton` from the same passes: the fused projections of `nn.MultiheadAttention`,
+    convolutions, stacked experts, class tokens.
 
     Args:
         model: Any module with whole parameters (not FSDP2).
-        losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
-            or several of them; they are averaged by tokens. The loss must call `F.cross_entropy`,
+        losses: One or more closures that return the mean loss of a batch, alone or with its number
+            of tokens, by which the batches are weighted. The loss must call `F.cross_entropy`,
             `F.mse_loss` or `F.binary_cross_entropy_with_logits`.
         blocks: What `find_blocks(model)` returns; found here by default.
         part: Which part of the Hessian.
-        num_probes: Samples of labels a batch. None takes all labels of all positions instead, one
-            backward pass each: the exact Gauss-Newton trace, for tests and tiny models.
-        generator: Draws the labels; by default one with seed 0.
+        num_probes: Samples of labels per batch. None takes all labels of all positions instead, at
+            one backward pass each: the exact Gauss-Newton trace, for tests and tiny models.
+        generator: Draws the labels; its seed is 0 by default.
 
     Returns:
         `{parameter name: mean curvature of each block}`.
 
     Raises:
-        ValueError: If a parameter is sharded, or the loss function or, unless `part="outer"`,
-            attention was not seen.
+        ValueError: If a parameter is sharded, if the loss calls none of these functions, or, unless
+            `part="outer"`, if attention was not seen.
 
     Example:
         >>> layer, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
         >>> analytic(layer, lambda: nn.functional.mse_loss(layer(x), torch.zeros(1, 1)))
         {'weight': tensor([25.0000])}
     """
-    if part not in ("outer", "functional", "full"):
-        raise ValueError(f"Invalid part={part!r}. Must be 'outer', 'functional' or 'full'.")
+    check_choice("part", part, get_args(HessianPart))
     if num_probes is not None:
-        check_probes(num_probes)
+        check_count("num_probes", num_probes)
     refuse_sharded(model, "analytic")
     generator = default_generator(generator)
-    parameters = trainable(model)
+    parameters = trainable_parameters(model)
 
-    def traces_of(evaluation: Evaluation, blocks: Mapping[str, Blocks]) -> Curvature:
+    def measure_traces(evaluation: Evaluation, blocks: Mapping[str, Blocks]) -> Curvature:
         with (
-            capture_attention(model, allow_unseen=part == "outer") as attention,
-            capture_layers(model, attention) as layers,
+            capture_attention(model, allow_unseen=part == "outer") as calls,
+            capture_layers(model, calls) as layers,
             CaptureLosses() as seen,
         ):
             loss = evaluation()
-        sites = [
-            Site.of(model, call, index, layers, blocks) for index, call in enumerate(attention)
+        attention = [
+            AttentionProjections(model, call, index, layers, blocks)
+            for index, call in enumerate(calls)
         ]
-        wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in parameters.items()}
-        traces = {
-            n: torch.zeros(blocks[n].num_blocks, device=p.device, dtype=wide[n])
-            for n, p in parameters.items()
-        }
+        traces = block_zeros(parameters, blocks)
         if part != "functional":
             curvature = LossCurvature(loss, seen.calls)
-            _add_outer(traces, curvature, parameters, layers, sites, blocks, num_probes, generator)
-        if part != "outer" and attention:
+            probes: Iterable[list[Tensor]] = curvature.factors()
+            if num_probes is not None:
+                probes = (curvature.sample(generator) for _ in range(num_probes))
+            _add_outer(traces, curvature, probes, parameters, layers, attention, blocks)
+            traces = {name: trace / (num_probes or 1) for name, trace in traces.items()}
+        if part != "outer" and calls:
             gradients = torch.autograd.grad(
-                loss, [call.output for call in attention], retain_graph=True, allow_unused=True
+                loss, [call.output for call in calls], retain_graph=True, allow_unused=True
             )
-            for site, g in zip(sites, gradients):
+            for projections, g in zip(attention, gradients):
                 if g is not None:
-                    site.add_functional(traces, g, num_probes, generator)
+                    projections.add_functional(traces, g, num_probes, generator)
         return traces
 
-    return mean_over_batches(model, losses, blocks, traces_of)
+    return mean_curvature(model, losses, blocks, measure_traces)
 
 
 def _add_outer(
     traces: Curvature,
     curvature: LossCurvature,
+    probes: Iterable[list[Tensor]],
     parameters: Mapping[str, Tensor],
     layers: list[LayerCall],
-    sites: list[Site],
+    attention: list[AttentionProjections],
     blocks: Mapping[str, Blocks],
-    num_probes: int | None,
-    generator: torch.Generator,
 ) -> None:
-    """Add the Gauss-Newton traces."""
-    layers = checked(layers, curvature.predictions, {p: name for name, p in parameters.items()})
-    layers, local = _independence(curvature, layers, sites)
+    """Add the Gauss-Newton traces of all probes."""
+    names = {p: name for name, p in parameters.items()}
+    layers = drop_parameters_used_elsewhere(layers, curvature.predictions, names)
+    last = attention[-1] if attention else None
+    layers, local = find_independence(curvature, layers, last.call.output if last else None)
+    top = last if local else None
     known = {name for layer in layers for name in (layer.weight, layer.bias)}
     rest = {name: p for name, p in parameters.items() if name not in known}
-    top = sites[-1] if local else None
-    inputs: list[Any] = [
-        *(layer.edge for layer in layers),
-        *rest.values(),
-        *([top.call.output] if top else []),
-    ]
-    factor = 1.0 if num_probes is None else 1 / num_probes
-    vectors = (
-        curvature.factors()
-        if num_probes is None
-        else (curvature.sample(generator) for _ in range(num_probes))
-    )
-    for vector in vectors:
+    outputs = [top.call.output] if top else []
+    inputs: list[Any] = [*(layer.edge for layer in layers), *rest.values(), *outputs]
+    for probe in probes:
         gradients = torch.autograd.grad(
-            curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
+            curvature.predictions, inputs, probe, retain_graph=True, allow_unused=True
         )
-        uses = uses_of(layers, gradients[: len(layers)])
+        by_name = layer_gradients(layers, gradients[: len(layers)])
+        found: Curvature = {}
         if top is not None and gradients[-1] is not None:
-            top.add_outer(traces, uses, gradients[-1], blocks, factor)
-            uses = {name: _apart(some, len(sites)) for name, some in uses.items()}
-        for name, some in uses.items():
-            traces[name] += factor * squared_sums(some, blocks[name].split).to(traces[name])
-        for (name, _), g in zip(rest.items(), gradients[len(layers) :]):
+            found = top.take_outer(by_name, gradients[-1], blocks)
+            by_name = {name: _by_position(some, len(attention)) for name, some in by_name.items()}
+        found |= {name: squared_sums(some, blocks[name].split) for name, some in by_name.items()}
+        for name, g in zip(rest, gradients[len(layers) :]):
             if g is not None:
-                traces[name] += factor * block_dots(g, g, blocks[name]).to(traces[name])
+                found[name] = block_dots(g, g, blocks[name])
+        for name, squares in found.items():
+            traces[name] += squares.to(traces[name])
 
 
-def _independence(
-    curvature: LossCurvature, layers: list[LayerCall], sites: list[Site]
-) -> tuple[list[LayerCall], bool]:
-    """Which gradients labels drawn row by row make independent, tried on the last row of each prediction.
+def _by_position(gradients: list[LayerGradient], attention_calls: int) -> list[LayerGradient]:
+    """Take the positions apart where they are independent.
 
-    Labels couple all that one row of predictions depends on: usually one sequence, but all of them
-    under a contrastive loss, and above the last attention usually one position, but not if
-    positions are pooled.
-
-    Returns:
-        The layers, cut into sequences only where these are independent, and whether the outputs of
-        the last attention are independent from position to position.
+    That is so above all attention, if one prediction depends on one position, and the weight must
+    have no other use.
     """
-    outputs = [site.call.output for site in sites[-1:]]
-    inputs: list[Any] = [*(layer.edge for layer in layers), *outputs]
-    local = bool(sites)
-    for vector in curvature.last_rows() if inputs else ():
-        gradients = torch.autograd.grad(
-            curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
-        )
-        layers = by_reach(layers, gradients[: len(layers)])
-        for gradient in gradients[len(layers) :]:
-            positions = (
-                0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())
-            )  # of (B, H, T, dv)
-            local = local and positions <= 1
-    return layers, local
-
-
-def _apart(uses: list[Use], attention_calls: int) -> list[Use]:
-    """Position by position, if the layer is above all attention, positions are independent and the weight has no other use."""
-    call = uses[0][0]
-    return (
-        [by_position(uses[0])]
-        if len(uses) == 1 and call.local and call.attention_calls == attention_calls
-        else uses
-    )
+    layer = gradients[0].layer
+    alone = len(gradients) == 1 and layer.attention_calls == attention_calls
+    return [gradients[0].by_position()] if alone and layer.local else gradients
