@@ -1,10 +1,10 @@
-"""What attention is given and returns while a model runs: its input, queries, keys, values, mask and scale.
+"""What attention is given and returns while a model runs.
 
 The curvature of queries and keys depends on the attention probabilities, hence on the queries and
 keys that the softmax sees. Hooks on the projections do not see those: RoPE and QK-norm come after
 them, and `nn.MultiheadAttention` has no modules there at all. But nearly all attention goes through
 `F.scaled_dot_product_attention`, and a `TorchFunctionMode` sees every call of it however it was
-imported. `capture_attention` records these calls, and raises where attention ran by another way.
+imported. `capture_attention` records these calls, and raises where attention ran in another way.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 from blockopt.blocks import layouts
 
 _SDPA = F.scaled_dot_product_attention
-# What cross-attention calls the argument that its keys come from: transformers and diffusers;
-# nn.MultiheadAttention.
+# The argument that the keys of cross-attention come from, in transformers, diffusers and torch.
 _CONTEXT_NAMES = (
     "key_value_states",
     "encoder_hidden_states",
@@ -42,22 +41,22 @@ class AttentionCall(NamedTuple):
     the gradient there.
 
     Attributes:
-        module: Name in `model.named_modules()` of the module that made the call: the innermost one
-            that holds a query projection, or else the innermost.
-        x: (B, T, D), the first argument of that module, None if it is no tensor. That is the input
-            of the query projection, unless the module does more than attention.
-            `nn.MultiheadAttention` may be given (T, B, D) or (T, D): a view then.
+        module: The name in `model.named_modules()` of the module that made the call: the innermost
+            one that holds a query projection, or else the innermost.
+        x: (B, T, D), the first argument of that module, None if it is no tensor. It is the input of
+            the query projection, unless the module does more than attention. Where
+            `nn.MultiheadAttention` is given (T, B, D) or (T, D), it is a view.
         context: (B, S, D), the argument of that module from which cross-attention makes its keys,
             None for self-attention.
         query: (B, H, T, dh), after RoPE and QK-norm.
         key: (B, Hkv, S, dh), where Hkv is H, or divides it if the call leaves the grouping of heads
             to torch.
         value: (B, Hkv, S, dv).
-        mask: What can be broadcast to (B, H, T, S): True where attention is allowed, or a number to
-            add to the scores.
+        mask: Broadcastable to (B, H, T, S): True where attention is allowed, or a number to add to
+            the scores.
         is_causal: Whether query t attends only to keys up to t.
         scale: What the scores are multiplied by.
-        dropout: Probability with which attention probabilities were set to zero on the way to
+        dropout: The probability with which attention probabilities were set to zero on the way to
             `output`.
         output: (B, H, T, dv), before the output projection.
     """
@@ -75,10 +74,10 @@ class AttentionCall(NamedTuple):
     output: Tensor
 
     def weights(self) -> Tensor:
-        """The attention probabilities without dropout, (B, H, T, S), recomputed in float32 or better, in the graph.
+        """Return the attention probabilities without dropout, (B, H, T, S), in the graph.
 
-        `softmax(scale * query @ key.T + mask)`; a query that may attend to nothing has zeros, as in
-        torch.
+        They are recomputed in float32 or better as `softmax(scale * query @ key.T + mask)`. A query
+        that may attend to nothing has zeros, as in torch.
 
         Example:
             >>> q = torch.zeros(1, 1, 2, 4)
@@ -96,21 +95,20 @@ class AttentionCall(NamedTuple):
         if self.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = (
-                scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-            )
+            hard = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask, -torch.inf) if hard else scores + mask
         empty = scores.isneginf().all(dim=-1, keepdim=True)
         return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 
 
 class _Running(NamedTuple):
-    """A module whose forward is running, what it was given, and how many calls had been recorded when it began."""
+    """A module whose forward is running, and what it was given."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    calls_before: int
+    calls_before: int  # how many attention calls had been recorded when it began
 
 
 class _Recorder(TorchFunctionMode):
@@ -125,7 +123,10 @@ class _Recorder(TorchFunctionMode):
         self.unseen: dict[str, None] = {}  # attention that ran without a call inside it, in order
 
     def add_hooks(self, stack: ExitStack) -> None:
-        """Follow which modules run until `stack` is left. Being the last registered, the hooks see what forward is given."""
+        """Follow which modules run until `stack` is left.
+
+        Being registered last, the hooks see what forward is given.
+        """
         for name, module in self.modules.items():
             before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             stack.callback(before.remove)
@@ -158,7 +159,7 @@ class _Recorder(TorchFunctionMode):
             return self._record(func, *args, **kwargs)
         if func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
-        # The mode is off inside of this function, which looks attention up under its global name.
+        # The mode is off inside this function, which looks attention up by its global name.
         inner = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = partial(self._record, inner)
         try:
@@ -168,7 +169,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, sdpa: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         output = sdpa(*args, **kwargs)
-        if self.running:  # else the call is not of this model
+        if self.running:  # otherwise the call is not of this model
             self.calls.append(_read_call(self.running, output, *args, **kwargs))
         return output
 
@@ -180,13 +181,15 @@ class _Recorder(TorchFunctionMode):
         if unseen:
             switches = dict.fromkeys(_switch(self.modules[name]) for name in unseen)
             raise ValueError(
-                f"Cannot see the attention of {self._describe(unseen)}: it did not call F.scaled_dot_product_attention, "
-                f"which is where attention is captured. To change that, {'; '.join(switches)}."
+                f"Cannot see the attention of {self._describe(unseen)}: it did not call "
+                "F.scaled_dot_product_attention, where attention is captured. To change that, "
+                f"{'; '.join(switches)}."
             )
         if self.attention and not self.calls:
             raise ValueError(
-                f"Saw no attention: {self._describe(self.attention)} did not run inside capture_attention(model). Run a "
-                "forward pass of this very model inside the context, not of a copy, a CUDA graph or nn.DataParallel."
+                f"Saw no attention: {self._describe(self.attention)} did not run inside "
+                "capture_attention(model). Run a forward pass of this very model inside the "
+                "context, not of a copy, a CUDA graph or nn.DataParallel."
             )
 
     def _describe(self, names: list[str]) -> str:
@@ -198,9 +201,9 @@ class _Recorder(TorchFunctionMode):
 def capture_attention(
     model: nn.Module, *, allow_unseen: bool = False
 ) -> Iterator[list[AttentionCall]]:
-    """Record every attention call that `model` makes inside the context, in the order they are made.
+    """Record every attention call that `model` makes inside the context, in order.
 
-    Outputs and gradients are those without capture, bit by bit; only the inference fast path of the
+    Outputs and gradients are bit by bit those without capture. Only the inference fast path of the
     `nn.Transformer` layers and `torch.compile` are off inside the context, and with them their
     rounding. Hooks and patches are gone when it is left.
 
@@ -208,25 +211,24 @@ def capture_attention(
     done. What activation checkpointing runs again in the backward pass is not recorded again; with
     `use_reentrant=True` the tensors have no graph.
 
-    Seen is what calls `F.scaled_dot_product_attention`: own code, transformers with
-    `attn_implementation="sdpa"`, timm with `fused_attn`, `nn.MultiheadAttention` with
-    `need_weights=False`, as the `nn.Transformer` layers use it. Not seen are eager attention, flex
-    attention and flash-attention packages. A model without attention gives an empty list.
+    It sees calls of `F.scaled_dot_product_attention`: your own, transformers with
+    `attn_implementation="sdpa"`, timm with `fused_attn`, and `nn.MultiheadAttention` with
+    `need_weights=False`, as the `nn.Transformer` layers use it. It does not see eager attention,
+    flex attention and flash-attention packages. A model without attention gives an empty list.
 
     Args:
-        model: Any module, under DDP, FSDP2, PEFT and `torch.compile` wrappers too.
-        allow_unseen: Whether attention that was not seen is passed over instead of raising.
+        model: Any module, also under DDP, FSDP2, PEFT and `torch.compile` wrappers.
+        allow_unseen: Whether to ignore attention that was not seen instead of raising.
 
     Yields:
-        A list that fills with one `AttentionCall` a call.
+        A list that fills with one `AttentionCall` per call.
 
     Raises:
-        ValueError: On leaving, if attention of the model ran and was not seen, or if it has
-            attention and none ran, unless `allow_unseen`. Not if an exception is leaving the
-            context already.
+        ValueError: When the context is left without an exception and `allow_unseen` is False, if
+            attention of the model ran and was not seen, or if it has attention and none ran.
 
     Example:
-        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32, batch_first=True)
+        >>> model = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, batch_first=True)
         >>> with capture_attention(model) as calls:
         ...     loss = model(torch.randn(3, 5, 16)).square().mean()
         >>> calls[0].module, tuple(calls[0].query.shape), tuple(calls[0].weights().shape)
@@ -236,10 +238,9 @@ def capture_attention(
     recorder = _Recorder(model)
     with ExitStack() as stack:
         recorder.add_hooks(stack)
-        stack.callback(
-            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-        )
-        torch.backends.mha.set_fastpath_enabled(False)
+        mha = torch.backends.mha
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder)
         yield recorder.calls
@@ -248,21 +249,24 @@ def capture_attention(
 
 
 def _in_backward() -> bool:
-    """Whether autograd is running, so that a forward inside of it is a repetition: see `torch.utils.module_tracker`."""
+    """Whether autograd is running, so that a forward pass inside it is a repetition.
+
+    `torch.utils.module_tracker` finds this out in the same way.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def _holds_query(module: nn.Module) -> bool:
-    """Whether a module holds the query projection of an attention that we know, frozen or not."""
+    """Whether a module holds the query projection of a known attention, frozen or not."""
     return bool(layouts.attention_layouts(module, None, per_head=False))
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module must be seen to attend: attention that we know, or what `find_blocks` refuses as attention."""
-    named = "Attention" in type(module).__name__
-    return _holds_query(module) or (
-        named and any(layouts.find_linear(module, name) for name, _ in module.named_children())
-    )
+    """Whether a module must be seen to attend: known attention, or what `find_blocks` refuses."""
+    if _holds_query(module):
+        return True
+    linear = (layouts.find_linear(module, name) for name, _ in module.named_children())
+    return "Attention" in type(module).__name__ and any(linear)
 
 
 def _read_call(
@@ -279,22 +283,14 @@ def _read_call(
 ) -> AttentionCall:
     caller = next((r for r in reversed(running) if _holds_query(r.module)), running[-1])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    x, context = _sources(caller)
     return AttentionCall(
-        caller.name,
-        *_sources(caller),
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        scale,
-        dropout_p,
-        output,
+        caller.name, x, context, query, key, value, attn_mask, is_causal, scale, dropout_p, output
     )
 
 
 def _sources(caller: _Running) -> tuple[Tensor | None, Tensor | None]:
-    """The tensors that a module makes its queries from, and its keys where those are made from another."""
+    """Return the tensor that a module makes its queries from, and that of its keys if another."""
     module = caller.module
     given = inspect.signature(module.forward).bind(*caller.args, **caller.kwargs).arguments
     x = next(iter(given.values()), None)
@@ -310,23 +306,20 @@ def _sources(caller: _Running) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _ancestors(name: str) -> list[str]:
-    """The names of the modules that contain the named one."""
+    """Return the names of the modules that contain the named one."""
     parts = name.split(".") if name else []
     return [".".join(parts[:i]) for i in range(len(parts))]
 
 
 def _switch(module: nn.Module) -> str:
-    """What to change for the attention of a module to be seen."""
+    """Return what to change for the attention of a module to be seen."""
     if isinstance(module, nn.MultiheadAttention):
         return "call nn.MultiheadAttention with need_weights=False"
     if hasattr(module, "fused_attn"):
         return "set fused_attn=True on these modules of timm"
     if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return (
-            'build the transformers model with attn_implementation="sdpa" (an architecture that has only eager attention '
-            "there, such as Bloom, cannot be captured)"
+            'build the transformers model with attn_implementation="sdpa" (an architecture with '
+            "only eager attention, such as Bloom, cannot be captured)"
         )
     return "compute attention with F.scaled_dot_product_attention in the code of these modules"
-
-
-__all__ = ["AttentionCall", "capture_attention"]

@@ -1,9 +1,9 @@
 """The loss function as the model calls it: its predictions, and the curvature of the loss in them.
 
-Gauss-Newton needs the Hessian Λ of the loss in the predictions, not only its value. Cross-entropy
-and squared error have it in closed form, block-diagonal in the rows, and a random vector `s` with
-`E[s sᵀ] = Λ` that costs nothing: labels sampled from the model (Schraudolph 2002; Liu et al.,
-Sophia, 2023), or noise.
+Gauss-Newton needs Λ, the Hessian of the loss in the predictions. Cross-entropy and squared error
+have it in closed form, block-diagonal in the rows, and a random vector `s` with `E[s sᵀ] = Λ` costs
+nothing: it comes from labels sampled from the model (Schraudolph 2002; Liu et al., Sophia, 2023),
+or from random signs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class LossCall(NamedTuple):
         prediction: What the model predicts, in the graph.
         value: What the function returned, in the graph.
         class_dim: The dimension of the classes for cross-entropy, None for elementwise losses.
-        probabilities: Of the classes, along the last dimension, for cross-entropy, or of 1 for the
-            binary one.
-        weights: What Λ is times the derivative of the whole loss by the value: of an element this
-            weight, of a row this weight times `diag(p) - p pᵀ`.
+        probabilities: Those of the classes, along the last dimension, for cross-entropy; that of 1
+            for binary cross-entropy; None for squared error.
+        weights: The curvature of `value`: of an element this weight, of a row this weight times
+            `diag(p) - p pᵀ`.
         reduced: Whether the value is a scalar.
     """
 
@@ -44,7 +44,7 @@ class LossCall(NamedTuple):
 
 
 class CaptureLosses(TorchFunctionMode):
-    """A context in which calls of cross-entropy and squared error are noted in `calls`, however they were imported."""
+    """A context that records calls of the loss functions in `calls`, however they were imported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class CaptureLosses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note the call."""
+        """Record the call."""
         value = func(*args, **(kwargs or {}))
         if func in SEEN and isinstance(value, Tensor) and value.requires_grad:
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
@@ -67,110 +67,101 @@ class CaptureLosses(TorchFunctionMode):
 
 
 def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) -> LossCall:
-    prediction, target, weight = arguments["input"], arguments["target"], arguments["weight"]
+    prediction, target = arguments["input"], arguments["target"]
     if target.requires_grad:
         raise ValueError(
-            "The target of the loss depends on parameters too. Gauss-Newton needs it fixed: detach it."
+            "The target of the loss depends on parameters. Gauss-Newton needs it fixed: detach it."
         )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         raise ValueError(
-            "The loss uses size_average or reduce, which torch has replaced. Use reduction='mean', 'sum' or 'none'."
+            "The loss uses size_average or reduce, which torch has replaced. Use "
+            "reduction='mean', 'sum' or 'none'."
         )
     if func is F.cross_entropy:
-        smoothing = arguments["label_smoothing"]
-        return _read_cross_entropy(
-            prediction, target, weight, arguments["ignore_index"], smoothing, reduction, value
-        )
-    if weight is not None or arguments.get("pos_weight") is not None:
+        return _read_cross_entropy(arguments, value)
+    if arguments["weight"] is not None or arguments.get("pos_weight") is not None:
         raise ValueError(
-            f"{func.__name__} is weighted, which has no closed form here. Weight the loss itself instead."
+            f"{func.__name__} is weighted, which has no closed form here. Multiply what it returns "
+            "by a weight instead."
         )
     if prediction.shape != target.shape:
         raise ValueError(
-            f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape. Make them agree."
+            f"Prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in "
+            "shape. Give them the same shape."
         )
     number = prediction.numel() if reduction == "mean" else 1
-    detached = (
-        prediction.detach().contiguous().to(torch.promote_types(prediction.dtype, torch.float32))
-    )
-    probabilities = None if func is F.mse_loss else detached.sigmoid()
-    weights = (
-        torch.full_like(detached, 2 / number)
-        if probabilities is None
-        else probabilities * (1 - probabilities) / number
-    )
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    detached = prediction.detach().contiguous().to(dtype)
+    if func is F.mse_loss:
+        probabilities, weights = None, torch.full_like(detached, 2 / number)
+    else:
+        probabilities = detached.sigmoid()
+        weights = probabilities * (1 - probabilities) / number
     return LossCall(prediction, value, None, probabilities, weights, reduction != "none")
 
 
-def _read_cross_entropy(
-    prediction: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    value: Tensor,
-) -> LossCall:
-    """A row's loss `-Σ_c t_c log p_c` has the curvature `Σ_c t_c` times `diag(p) - p pᵀ`, with class weights in t."""
+def _read_cross_entropy(arguments: dict[str, Any], value: Tensor) -> LossCall:
+    """Read a call, in which a row's loss is `-Σ_c t_c log p_c`, with class weights in t.
+
+    Its curvature is `Σ_c t_c` times `diag(p) - p pᵀ`.
+    """
+    prediction, target, reduction = (arguments[n] for n in ("input", "target", "reduction"))
     class_dim = 0 if prediction.ndim == 1 else 1
     logits = prediction.detach().movedim(class_dim, -1)
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    classes = probabilities.shape[-1]
-    by_class = (
-        probabilities.new_ones(classes)
-        if class_weights is None
-        else class_weights.to(probabilities)
-    )
+    by_class = probabilities.new_ones(probabilities.shape[-1])
+    if arguments["weight"] is not None:
+        by_class = arguments["weight"].to(probabilities)
     number: Any
     if target.is_floating_point():
         weights = target.movedim(class_dim, -1).to(probabilities) @ by_class
         number = weights.numel()
         seen = torch.ones_like(weights)
     else:
-        seen = (target != ignore_index).contiguous().to(probabilities)
+        seen = (target != arguments["ignore_index"]).contiguous().to(probabilities)
         weights = by_class[target.where(seen > 0, 0)] * seen
         number = weights.sum()
+    smoothing = arguments["label_smoothing"]
     weights = (1 - smoothing) * weights + smoothing * by_class.mean() * seen
     weights = weights / number if reduction == "mean" else weights
     return LossCall(prediction, value, class_dim, probabilities, weights, reduction != "none")
 
 
 class LossCurvature:
-    """Λ of the whole loss in all predictions, and vectors `s` that stand for it.
+    """Λ of the whole loss in all predictions, and vectors `s` whose `s sᵀ` stand for it.
 
     Args:
         loss: The scalar loss, with its graph.
-        calls: What `CaptureLosses` saw while it was computed.
+        calls: What `CaptureLosses` recorded while it was computed.
+
+    Attributes:
+        predictions: The predictions, in the graph.
 
     Raises:
-        ValueError: If nothing was seen, or if a call enters the loss with a negative sign.
+        ValueError: If no call is part of the loss, or if one enters it with a negative sign.
     """
 
     def __init__(self, loss: Tensor, calls: list[LossCall]) -> None:
-        derivatives = (
-            torch.autograd.grad(
-                loss, [call.value for call in calls], retain_graph=True, allow_unused=True
-            )
-            if calls
-            else ()
-        )
-        used = [
-            (call, derivative)
-            for call, derivative in zip(calls, derivatives)
-            if derivative is not None
-        ]
+        values = [call.value for call in calls]
+        derivatives: tuple[Tensor | None, ...] = ()
+        if calls:
+            derivatives = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
+        used = [(call, d) for call, d in zip(calls, derivatives) if d is not None]
         if not used:
             raise ValueError(
-                "Saw no call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits in the loss. Gauss-Newton "
-                "needs one: write the loss with it (nn.CrossEntropyLoss and nn.MSELoss do), or use what takes any loss: the "
-                "curvatures 'newton', 'secant', 'directional' and 'hutchinson', or a HessianOperator."
+                "No call of F.cross_entropy, F.mse_loss or F.binary_cross_entropy_with_logits is "
+                "part of the loss, and Gauss-Newton needs one. Write the loss with it "
+                "(nn.CrossEntropyLoss and nn.MSELoss do), or use what takes any loss: the "
+                "curvatures 'newton', 'secant', 'directional' and 'hutchinson', or a "
+                "HessianOperator."
             )
-        seen = sum(float((call.value.detach() * derivative).sum()) for call, derivative in used)
-        if abs(seen - float(loss.detach())) > 1e-2 * abs(float(loss.detach())):
+        total = float(loss.detach())
+        other = total - sum(float((call.value.detach() * d).sum()) for call, d in used)
+        if abs(other) > 1e-2 * abs(total):
             warnings.warn(
-                f"{float(loss.detach()) - seen:.3g} of the loss {float(loss.detach()):.3g} is no cross-entropy or squared "
-                "error: its curvature is left out of Gauss-Newton.",
+                f"{other:.3g} of the loss {total:.3g} is neither cross-entropy nor squared error. "
+                "Gauss-Newton leaves out its curvature.",
                 stacklevel=2,
             )
         self.predictions = [call.prediction for call, _ in used]
@@ -179,7 +170,9 @@ class LossCurvature:
         self._weights = [call.weights * self._spread(call, derivative) for call, derivative in used]
         if any(bool((weights < 0).any()) for weights in self._weights):
             raise ValueError(
-                "A cross-entropy or squared error enters the loss with a negative sign: no Gauss-Newton there."
+                "A cross-entropy or squared error enters the loss with a negative sign. "
+                "Gauss-Newton needs positive ones: use a curvature that takes any loss, such as "
+                "'newton'."
             )
 
     @staticmethod
@@ -189,7 +182,7 @@ class LossCurvature:
         return derivative.detach().reshape(call.weights.shape).to(call.weights)
 
     def sample(self, generator: torch.Generator) -> list[Tensor]:
-        """One random `s` for each prediction, independent from row to row, with `E[s sᵀ] = Λ`."""
+        """Draw one `s` per prediction, independent from row to row, with `E[s sᵀ] = Λ`."""
         vectors = []
         for call, weights in zip(self._calls, self._weights):
             local = _generator_on(generator, weights.device)
@@ -202,7 +195,10 @@ class LossCurvature:
         return vectors
 
     def product(self, vectors: list[Tensor]) -> list[Tensor]:
-        """Λ times one vector for each prediction, in its shape: `w (p∘u - p (p·u))` for each row, or `w u` for each element."""
+        """Return Λ times one vector per prediction, in its shape.
+
+        That is `w (p∘u - p (p·u))` for each row, or `w u` for each element.
+        """
         products = []
         for call, weights, vector in zip(self._calls, self._weights, vectors):
             product = vector.to(weights)
@@ -210,18 +206,16 @@ class LossCurvature:
                 product = weights * product
             else:
                 product = call.probabilities * product.movedim(call.class_dim, -1)
-                product = weights.unsqueeze(-1) * (
-                    product - call.probabilities * product.sum(-1, keepdim=True)
-                )
-                product = product.movedim(-1, call.class_dim)
+                product = product - call.probabilities * product.sum(-1, keepdim=True)
+                product = (weights.unsqueeze(-1) * product).movedim(-1, call.class_dim)
             products.append(product.to(call.prediction.dtype))
         return products
 
     def residual(self) -> Tensor:
-        """What to add to the loss to have the Hessian without `Jᵀ Λ J`: the losses made linear in their predictions.
+        """Return what to add to the loss so that its Hessian lacks `Jᵀ Λ J`.
 
-        That is `Σ r·prediction - value·derivative` over the calls, where `r`, the derivative by the
-        prediction, is constant.
+        This makes the losses linear in their predictions: it is `Σ r·prediction - value·derivative`
+        over the calls, with `r`, the derivative by the prediction, held constant.
         """
         total = torch.zeros((), device=self.predictions[0].device)
         with torch.enable_grad():
@@ -232,7 +226,7 @@ class LossCurvature:
         return total
 
     def factors(self) -> Iterator[list[Tensor]]:
-        """All vectors `s` of a sum `Σ s sᵀ` that is Λ exactly: one for each class of each row, or one for each element."""
+        """Yield vectors `s` whose `Σ s sᵀ` is Λ: one per class of each row, or per element."""
         for position, (call, weights) in enumerate(zip(self._calls, self._weights)):
             for row in weights.flatten().nonzero().flatten():
                 one = torch.zeros_like(weights)
@@ -242,31 +236,28 @@ class LossCurvature:
                     continue
                 for index in range(call.probabilities.shape[-1]):
                     labels = torch.full((weights.numel(), 1), index, device=weights.device)
-                    yield self._only(
-                        position,
-                        self._class_vector(call, one * call.probabilities[..., index], labels),
-                    )
+                    of_class = one * call.probabilities[..., index]
+                    yield self._only(position, self._class_vector(call, of_class, labels))
 
     def last_rows(self) -> Iterator[list[Tensor]]:
-        """For each prediction, random numbers on the last row that has a weight, or 1 at the last such element."""
+        """Yield for each prediction a vector that is zero outside the last row with a weight."""
         for position, (call, weights) in enumerate(zip(self._calls, self._weights)):
             one = torch.zeros_like(weights)
             one.view(-1)[weights.flatten().nonzero()[-1:]] = 1.0
             if call.class_dim is not None and call.probabilities is not None:
-                one = (one.unsqueeze(-1) * torch.rand_like(call.probabilities)).movedim(
-                    -1, call.class_dim
-                )
+                one = one.unsqueeze(-1) * torch.rand_like(call.probabilities)
+                one = one.movedim(-1, call.class_dim)
             yield self._only(position, one)
 
     def _only(self, position: int, vector: Tensor) -> list[Tensor]:
-        """The vector for the prediction at a position, and zeros for the others."""
+        """Return the vector for the prediction at a position, and zeros for the others."""
         vectors = [torch.zeros_like(prediction) for prediction in self.predictions]
         vectors[position] = vector.to(vectors[position])
         return vectors
 
     @staticmethod
     def _class_vector(call: LossCall, weights: Tensor, labels: Tensor) -> Tensor:
-        """`sqrt(weight) (p - onehot(label))` for each row, in the shape of the prediction."""
+        """Return `sqrt(weight) (p - onehot(label))` for each row, in the prediction's shape."""
         probabilities: Any = call.probabilities
         rows = probabilities.reshape(-1, probabilities.shape[-1]).clone()
         rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
@@ -275,17 +266,18 @@ class LossCurvature:
 
 
 def _labels(probabilities: Any, generator: torch.Generator) -> Tensor:
-    """One label for each row of probabilities, (rows, 1), by the inverse distribution: far faster than `torch.multinomial`."""
+    """Draw one label per row of probabilities, (rows, 1).
+
+    Inverting the distribution is far faster than `torch.multinomial`.
+    """
     ends = probabilities.reshape(-1, probabilities.shape[-1]).cumsum(-1)
-    draws = (
-        torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype)
-        * ends[:, -1:]
-    )
+    draws = torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype)
+    draws = draws * ends[:, -1:]
     return torch.searchsorted(ends, draws, right=True).clamp_(max=ends.shape[-1] - 1)
 
 
 def _generator_on(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """The generator, or one on `device` that it seeds."""
+    """Return the generator, or one on `device` that it seeds."""
     if generator.device.type == device.type:
         return generator
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))

@@ -178,7 +178,7 @@ INPUTS = normal(6, 3)
 class TestRefusals:
     def test_loss_that_is_not_seen(self, estimator, model):
         others = "'newton', 'secant', 'directional' and 'hutchinson'"
-        with pytest.raises(ValueError, match=rf"Saw no call of F.cross_entropy.*{others}"):
+        with pytest.raises(ValueError, match=rf"No call of F.cross_entropy.*{others}"):
             estimator(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())
         hutchinson(
             model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean()
@@ -189,7 +189,7 @@ class TestRefusals:
             F.cross_entropy(model(INPUTS), LABELS)
             return model(INPUTS).square().mean()
 
-        with pytest.raises(ValueError, match="Saw no call"):
+        with pytest.raises(ValueError, match="No call of"):
             estimator(model, loss)
 
     def test_negative_sign(self, estimator, model):
@@ -234,7 +234,7 @@ class TestRefusals:
         def loss(factor):
             return F.cross_entropy(model(INPUTS), LABELS) + factor * model.weight.square().sum()
 
-        with pytest.warns(UserWarning, match="left out of Gauss-Newton"):
+        with pytest.warns(UserWarning, match="Gauss-Newton leaves out its curvature"):
             found = estimator(model, lambda: loss(1.0))
         small = estimator(
             model, lambda: loss(1e-4)
