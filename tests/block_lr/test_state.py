@@ -22,7 +22,7 @@ from tests.helpers.optimizers import tiny_gpt, token_loss
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No block had a positive curvature",
     "ignore:The refresh of the block learning rates",
-    "ignore:.*is no cross-entropy",
+    "ignore:.*is neither cross-entropy",
 )
 
 
