@@ -128,8 +128,8 @@ def refuse_sharded(model: nn.Module, estimator: str) -> None:
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
-            f"{estimator} needs whole parameters, but {sharded!r} is sharded. Use an estimator "
-            "that needs only gradients: 'newton', 'secant', 'gauss_newton' or 'gradient'."
+            f"{estimator} needs whole parameters, but {sharded!r} is sharded. Use a curvature that "
+            "works with shards, such as 'newton'."
         )
 
 

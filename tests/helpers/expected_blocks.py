@@ -22,12 +22,11 @@ def whole(role):
 
 
 def linear(name, weight, bias="none"):
-    """A weight, and a bias that is cut as the weight is ("cut"), that is one block ("whole"), or is not there."""
+    """A weight, and a bias that is cut like it ("cut"), is one block ("whole") or missing."""
     found = {f"{name}.weight": weight}
     if bias == "cut":
-        found[f"{name}.bias"] = Blocks(
-            ("bias",) * len(weight.roles), None, weight.split._replace(dim=0)
-        )
+        roles = ("bias",) * len(weight.roles)
+        found[f"{name}.bias"] = Blocks(roles, None, weight.split._replace(dim=0))
     elif bias == "whole":
         found[f"{name}.bias"] = whole("bias")
     return found
@@ -47,7 +46,7 @@ def in_layers(template, layer):
         template.format(i) + name: blocks._replace(layer=i)
         for i in (0, 1)
         for name, blocks in layer.items()
-    }  # fmt: skip
+    }
 
 
 def llama_layer(size=16, key_size=8, bias="none"):
@@ -60,15 +59,19 @@ def llama_layer(size=16, key_size=8, bias="none"):
     }
 
 
+def llama(layer):
+    return {
+        "model.embed_tokens.weight": rows("embedding", 20),
+        "model.norm.weight": whole("norm"),
+        "lm_head.weight": rows("head", 20),
+        **in_layers("model.layers.{}.", layer),
+    }
+
+
 GATED_MLP = {
     **linear("mlp.gate_proj", rows("mlp_gate", 24)),
     **linear("mlp.up_proj", rows("mlp_in", 24)),
     **linear("mlp.down_proj", rows("mlp_out", 16)),
-}
-LLAMA_OUTSIDE = {
-    "model.embed_tokens.weight": rows("embedding", 20),
-    "model.norm.weight": whole("norm"),
-    "lm_head.weight": rows("head", 20),
 }
 GPT2_OUTSIDE = {
     "transformer.wte.weight": rows("embedding", 20),
@@ -92,23 +95,18 @@ INTERLEAVED = cut(0, query=(4, 1), key=(4, 1), value=(4, 1), repeat=4)
 
 
 def falcon(query_key_value, norm_names, bias=False):
+    cut_bias, whole_bias = ("cut", "whole") if bias else ("none", "none")
+    layer = {
+        **linear("self_attention.query_key_value", query_key_value, cut_bias),
+        **linear("self_attention.dense", cut(1, output=(16, 4)), whole_bias),
+        **linear("mlp.dense_h_to_4h", rows("mlp_in", 24), cut_bias),
+        **linear("mlp.dense_4h_to_h", rows("mlp_out", 16), cut_bias),
+        **norms(*norm_names),
+    }
     return {
         "transformer.word_embeddings.weight": rows("embedding", 20),
         **norms("transformer.ln_f"),
-        **in_layers(
-            "transformer.h.{}.",
-            {
-                **linear(
-                    "self_attention.query_key_value", query_key_value, "cut" if bias else "none"
-                ),
-                **linear(
-                    "self_attention.dense", cut(1, output=(16, 4)), "whole" if bias else "none"
-                ),
-                **linear("mlp.dense_h_to_4h", rows("mlp_in", 24), "cut" if bias else "none"),
-                **linear("mlp.dense_4h_to_h", rows("mlp_out", 16), "cut" if bias else "none"),
-                **norms(*norm_names),
-            },
-        ),
+        **in_layers("transformer.h.{}.", layer),
     }
 
 
@@ -144,24 +142,15 @@ def t5(mlp):
     def norm_of(count):
         return norms(*(f"layer.{i}.layer_norm" for i in range(count)), bias=False)
 
+    own, cross = attention("layer.0.SelfAttention"), attention("layer.1.EncDecAttention")
     buckets = rows("position", 8)._replace(layer=0)
     return {
         "shared.weight": rows("embedding", 20),
         **norms("encoder.final_layer_norm", "decoder.final_layer_norm", bias=False),
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": buckets,
         "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": buckets,
-        **in_layers(
-            "encoder.block.{}.", {**attention("layer.0.SelfAttention"), **dense(1), **norm_of(2)}
-        ),
-        **in_layers(
-            "decoder.block.{}.",
-            {
-                **attention("layer.0.SelfAttention"),
-                **attention("layer.1.EncDecAttention"),
-                **dense(2),
-                **norm_of(3),
-            },
-        ),
+        **in_layers("encoder.block.{}.", own | dense(1) | norm_of(2)),
+        **in_layers("decoder.block.{}.", own | cross | dense(2) | norm_of(3)),
     }
 
 
@@ -182,42 +171,30 @@ EXPECTED = {
         ),
     },
     "gpt2": {**GPT2_OUTSIDE, **in_layers("transformer.h.{}.", GPT2_LAYER)},
-    "gpt2-cross": {**GPT2_OUTSIDE, **in_layers("transformer.h.{}.", {**GPT2_LAYER, **GPT2_CROSS_LAYER})},
-    "llama": {**LLAMA_OUTSIDE, **in_layers("model.layers.{}.", {**llama_layer(), **GATED_MLP})},
-    "mistral": {**LLAMA_OUTSIDE, **in_layers("model.layers.{}.", {**llama_layer(), **GATED_MLP})},
-    "qwen2": {**LLAMA_OUTSIDE, **in_layers("model.layers.{}.", {**llama_layer(bias="cut"), **GATED_MLP})},
-    "qwen3": {
-        **LLAMA_OUTSIDE,
-        **in_layers(
-            "model.layers.{}.",
-            {**llama_layer(24, 12), **GATED_MLP, **norms("self_attn.q_norm", "self_attn.k_norm", bias=False)},
-        ),
-    },
-    "phi3": {
-        **LLAMA_OUTSIDE,
-        **in_layers(
-            "model.layers.{}.",
-            {
-                **linear("self_attn.qkv_proj", cut(0, query=(16, 4), key=(8, 2), value=(8, 2))),
-                **linear("self_attn.o_proj", cut(1, output=(16, 4))),
-                **linear("mlp.gate_up_proj", cut(0, mlp_gate=(24, 24), mlp_in=(24, 24))),
-                **linear("mlp.down_proj", rows("mlp_out", 16)),
-                **norms("input_layernorm", "post_attention_layernorm", bias=False),
-            },
-        ),
-    },
-    "mixtral": {
-        **LLAMA_OUTSIDE,
-        **in_layers(
-            "model.layers.{}.",
-            {
-                **llama_layer(),
-                "mlp.gate.weight": whole("other"),
-                "mlp.experts.gate_up_proj": cut(0, mlp_in=(3, 3)),
-                "mlp.experts.down_proj": cut(0, mlp_out=(3, 3)),
-            },
-        ),
-    },
+    "gpt2-cross": {**GPT2_OUTSIDE, **in_layers("transformer.h.{}.", GPT2_LAYER | GPT2_CROSS_LAYER)},
+    "llama": llama(llama_layer() | GATED_MLP),
+    "mistral": llama(llama_layer() | GATED_MLP),
+    "qwen2": llama(llama_layer(bias="cut") | GATED_MLP),
+    "qwen3": llama(
+        llama_layer(24, 12) | GATED_MLP | norms("self_attn.q_norm", "self_attn.k_norm", bias=False)
+    ),
+    "phi3": llama(
+        {
+            **linear("self_attn.qkv_proj", cut(0, query=(16, 4), key=(8, 2), value=(8, 2))),
+            **linear("self_attn.o_proj", cut(1, output=(16, 4))),
+            **linear("mlp.gate_up_proj", cut(0, mlp_gate=(24, 24), mlp_in=(24, 24))),
+            **linear("mlp.down_proj", rows("mlp_out", 16)),
+            **norms("input_layernorm", "post_attention_layernorm", bias=False),
+        }
+    ),
+    "mixtral": llama(
+        {
+            **llama_layer(),
+            "mlp.gate.weight": whole("other"),
+            "mlp.experts.gate_up_proj": cut(0, mlp_in=(3, 3)),
+            "mlp.experts.down_proj": cut(0, mlp_out=(3, 3)),
+        }
+    ),
     "gpt_neox": {
         "gpt_neox.embed_in.weight": rows("embedding", 20),
         "lm_head.weight": rows("head", 20),
@@ -247,8 +224,12 @@ EXPECTED = {
             },
         ),
     },
-    "falcon-multi-query": falcon(cut(0, query=(16, 4), key=(4, 1), value=(4, 1)), ["input_layernorm"]),
-    "falcon-groups": falcon(cut(0, query=(8, 2), key=(4, 1), value=(4, 1), repeat=2), ["ln_attn", "ln_mlp"]),
+    "falcon-multi-query": falcon(
+        cut(0, query=(16, 4), key=(4, 1), value=(4, 1)), ["input_layernorm"]
+    ),
+    "falcon-groups": falcon(
+        cut(0, query=(8, 2), key=(4, 1), value=(4, 1), repeat=2), ["ln_attn", "ln_mlp"]
+    ),
     "falcon-plain": falcon(INTERLEAVED, ["input_layernorm"], bias=True),
     "opt": {
         "model.decoder.embed_tokens.weight": rows("embedding", 20),
@@ -333,7 +314,12 @@ EXPECTED = {
         },
     ),
     "attention-bias-kv": torch_attention(
-        "attention", {"in_proj_weight": fused(), "bias_k": cut(2, bias=(16, 4)), "bias_v": cut(2, bias=(16, 4))}
+        "attention",
+        {
+            "in_proj_weight": fused(),
+            "bias_k": cut(2, bias=(16, 4)),
+            "bias_v": cut(2, bias=(16, 4)),
+        },
     ),
     "encoder_layer": {
         **torch_attention("self_attn", {"in_proj_weight": fused()}),
@@ -347,17 +333,21 @@ EXPECTED = {
         **norms("layer.norm1", "layer.norm2", "layer.norm3"),
     },
     "t5": t5({"wi": rows("mlp_in", 24), "wo": rows("mlp_out", 16)}),
-    "t5-gated": t5({"wi_0": rows("mlp_gate", 24), "wi_1": rows("mlp_in", 24), "wo": rows("mlp_out", 16)}),
+    "t5-gated": t5(
+        {"wi_0": rows("mlp_gate", 24), "wi_1": rows("mlp_in", 24), "wo": rows("mlp_out", 16)}
+    ),
     "lora-gpt2": in_layers(
         "base_model.model.transformer.h.{}.attn.c_attn.",
         {"lora_A.default.weight": whole("other"), "lora_B.default.weight": whole("other")},
     ),
     "lora-llama": in_layers(
         "base_model.model.model.layers.{}.self_attn.",
-        {f"{name}.lora_{factor}.default.weight": whole("other") for name in ("q_proj", "v_proj") for factor in "AB"},
+        {f"{p}_proj.lora_{factor}.default.weight": whole("other") for p in "qv" for factor in "AB"},
     ),
     "mlp": {
-        f"layers.{i}.{name}": Blocks((role,), i) for i in (0, 2, 4) for name, role in (("weight", "other"), ("bias", "bias"))
+        f"layers.{i}.{name}": Blocks((role,), i)
+        for i in (0, 2, 4)
+        for name, role in (("weight", "other"), ("bias", "bias"))
     },
     "cnn": {
         **linear("conv1", whole("other"), "whole"),
@@ -365,7 +355,7 @@ EXPECTED = {
         **norms("bn1"),
         **linear("classifier", rows("head", 5), "cut"),
     },
-}  # fmt: skip
+}
 
 
 BIASES_OF_TORCH = {
@@ -376,17 +366,13 @@ BIASES_OF_TORCH = {
 
 
 def section_roles(name, blocks):
-    """The roles of the sections of a query, key or value weight, or of the bias beside it; None for another parameter."""
-    if set(blocks[name].roles) <= {"query", "key", "value"}:
-        return blocks[name].roles
+    """Return the roles of the sections of a query, key or value weight, or of its bias.
+
+    The result is None for any other parameter.
+    """
     module, _, attribute = name.rpartition(".")
     if attribute in BIASES_OF_TORCH:
         return BIASES_OF_TORCH[attribute]
-    weight = blocks.get(f"{module}.weight")
-    if (
-        attribute == "bias"
-        and weight is not None
-        and set(weight.roles) <= {"query", "key", "value"}
-    ):
-        return weight.roles
-    return None
+    weight = blocks.get(f"{module}.weight") if attribute == "bias" else blocks[name]
+    known = weight is not None and set(weight.roles) <= {"query", "key", "value"}
+    return weight.roles if known else None

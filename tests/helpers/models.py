@@ -1,7 +1,7 @@
-"""One tiny model for each family and attention layout, built from its config: nothing is downloaded.
+"""One tiny model per family and attention layout, built from its config without a download.
 
-`FAMILIES[name]()` is a seeded model of a few thousand parameters, `loss_of(name, model)` its loss
-on a seeded batch.
+`FAMILIES[name]()` is a seeded model of a few thousand parameters, and `loss_of(name, model)` is its
+loss on a seeded batch.
 """
 
 from __future__ import annotations
@@ -20,54 +20,18 @@ from torch import Tensor, nn
 
 from recipes.common.gpt2 import GPT2, GPT2Config
 
-torch.set_num_threads(
-    1
-)  # on models this small more threads only wait for one another, above all under pytest-xdist
+# On models this small more threads only wait for one another, above all under pytest-xdist.
+torch.set_num_threads(1)
 
 BATCH, LENGTH, VOCAB, WIDTH, CLASSES = 2, 6, 20, 16, 5
 SDPA = {"attn_implementation": "sdpa"}
-LLAMA_SIZES = {
-    **{
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    **{
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 16,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-}
-FALCON_SIZES = {
-    **{
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 24,
-    },
-    **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2},
-}
-T5_SIZES = {
-    **{
-        "vocab_size": VOCAB,
-        "d_model": WIDTH,
-        "d_kv": 6,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-    },
-    **{
-        "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 12,
-        "decoder_start_token_id": 0,
-    },
-}
+ENCODER_SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": VOCAB, **ENCODER_SIZES}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+NEOX_SIZES = {**SIZES, **TOKENS, "intermediate_size": 24, "max_position_embeddings": 16}
+LLAMA_SIZES = {**NEOX_SIZES, "num_key_value_heads": 2}
+NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class MLP(nn.Module):
@@ -130,9 +94,8 @@ def gpt2(**options: Any) -> nn.Module:
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
     tokens = {"bos_token_id": 1, "eos_token_id": 2}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, **tokens, **dropout, **SDPA, **options)
-    )
+    config = transformers.GPT2Config(**sizes, **tokens, **dropout, **SDPA, **options)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def llama(**options: Any) -> nn.Module:
@@ -140,9 +103,8 @@ def llama(**options: Any) -> nn.Module:
 
 
 def mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(
-        transformers.MistralConfig(**LLAMA_SIZES, **SDPA, sliding_window=None)
-    )
+    config = transformers.MistralConfig(**LLAMA_SIZES, **SDPA, sliding_window=None)
+    return transformers.MistralForCausalLM(config)
 
 
 def qwen2() -> nn.Module:
@@ -150,9 +112,8 @@ def qwen2() -> nn.Module:
 
 
 def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**LLAMA_SIZES, **SDPA, head_dim=6)
-    )
+    config = transformers.Qwen3Config(**LLAMA_SIZES, **SDPA, head_dim=6)
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def phi3() -> nn.Module:
@@ -161,100 +122,58 @@ def phi3() -> nn.Module:
 
 def mixtral() -> nn.Module:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "router_jitter_noise": 0.0}
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**LLAMA_SIZES, **SDPA, **experts, sliding_window=None)
-    )
+    config = transformers.MixtralConfig(**LLAMA_SIZES, **SDPA, **experts, sliding_window=None)
+    return transformers.MixtralForCausalLM(config)
 
 
 def gpt_neox() -> nn.Module:
-    sizes = {k: v for k, v in LLAMA_SIZES.items() if k != "num_key_value_heads"}
-    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, **dropout, **SDPA))
+    config = transformers.GPTNeoXConfig(**NEOX_SIZES, **NO_DROPOUT, **SDPA)
+    return transformers.GPTNeoXForCausalLM(config)
 
 
 def bloom() -> nn.Module:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "n_layer": 2,
-        "n_head": 4,
-        "hidden_dropout": 0.0,
-    }
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return transformers.BloomForCausalLM(
-        transformers.BloomConfig(**sizes, **tokens, attention_dropout=0.0)
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}
+    config = transformers.BloomConfig(**sizes, **TOKENS, **NO_DROPOUT)
+    return transformers.BloomForCausalLM(config)
 
 
 def falcon(**options: Any) -> nn.Module:
-    return transformers.FalconForCausalLM(
-        transformers.FalconConfig(**FALCON_SIZES, **SDPA, **options)
-    )
+    others = {"ffn_hidden_size": 24, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.FalconConfig(**SIZES, **others, **NO_DROPOUT, **SDPA, **options)
+    return transformers.FalconForCausalLM(config)
 
 
 def bert() -> nn.Module:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(
-        **sizes, **dropout, **SDPA, intermediate_size=24, max_position_embeddings=16
-    )
+    sizes = {**SIZES, "intermediate_size": 24, "max_position_embeddings": 16}
+    config = transformers.BertConfig(**sizes, **NO_BERT_DROPOUT, **SDPA)
     return transformers.BertForMaskedLM(config)
 
 
 def vit() -> nn.Module:
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-    }
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.ViTConfig(
-        **sizes, **dropout, **SDPA, image_size=8, patch_size=4, num_labels=CLASSES
-    )
+    images = {"image_size": 8, "patch_size": 4, "num_labels": CLASSES, "intermediate_size": 24}
+    config = transformers.ViTConfig(**ENCODER_SIZES, **images, **NO_BERT_DROPOUT, **SDPA)
     return transformers.ViTForImageClassification(config)
 
 
 def timm_vit(**options: Any) -> nn.Module:
-    sizes = {
-        "img_size": 8,
-        "patch_size": 4,
-        "embed_dim": WIDTH,
-        "depth": 2,
-        "num_heads": 4,
-        "mlp_ratio": 1.5,
-    }
-    return timm_vision_transformer().VisionTransformer(**sizes, num_classes=CLASSES, **options)
+    images = {"img_size": 8, "patch_size": 4, "num_classes": CLASSES}
+    sizes = {"embed_dim": WIDTH, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
+    return timm_vision_transformer().VisionTransformer(**images, **sizes, **options)
 
 
 def t5(**options: Any) -> nn.Module:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**T5_SIZES, **SDPA, **options)
-    )
+    sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 6, "d_ff": 24, "num_layers": 2}
+    positions = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+    others = {"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = transformers.T5Config(**sizes, **positions, **others, **SDPA, **options)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def opt() -> nn.Module:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 24,
-    }
-    others = {
-        "max_position_embeddings": 16,
-        "word_embed_proj_dim": WIDTH,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    return transformers.OPTForCausalLM(
-        transformers.OPTConfig(**sizes, **others, **SDPA, pad_token_id=0)
-    )
+    sizes = {"ffn_dim": 24, "max_position_embeddings": 16, "word_embed_proj_dim": WIDTH}
+    others = {"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0}
+    config = transformers.OPTConfig(**SIZES, **sizes, **others, **SDPA)
+    return transformers.OPTForCausalLM(config)
 
 
 def encoder_layer() -> nn.Module:
@@ -279,26 +198,18 @@ class _TorchvisionStub(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         modes = ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
-        value = type(
-            name,
-            (nn.Module,),
-            {mode: mode for mode in modes} if name == "InterpolationMode" else {},
-        )
+        members = {mode: mode for mode in modes} if name == "InterpolationMode" else {}
+        value = type(name, (nn.Module,), members)
         setattr(self, name, value)
         return value
 
 
 def timm_vision_transformer() -> ModuleType:
-    """timm's own `vision_transformer`, imported with stubs in place of torchvision, which it needs for its data code only."""
+    """Import timm's `vision_transformer` with stubs for torchvision, which only its data needs."""
     if "timm.models.vision_transformer" in sys.modules:
         return sys.modules["timm.models.vision_transformer"]
-    names = [
-        "torchvision",
-        *(
-            f"torchvision.{n}"
-            for n in ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")
-        ),
-    ]
+    names = ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")
+    names = ("torchvision", *(f"torchvision.{name}" for name in names))
     stubs = {name: _TorchvisionStub(name) for name in names}
     for name, stub in stubs.items():
         parent, _, attribute = name.rpartition(".")
@@ -323,7 +234,9 @@ def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build_seeded
 
 
-CAUSAL: dict[str, Callable[[], nn.Module]] = {
+Builders = dict[str, Callable[[], nn.Module]]
+
+CAUSAL: Builders = {
     "gpt2": gpt2,
     "llama": llama,
     "mistral": mistral,
@@ -340,15 +253,15 @@ CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "lora-gpt2": lambda: lora(gpt2(), ["c_attn"]),
     "lora-llama": lambda: lora(llama(), ["q_proj", "v_proj"]),
 }
-IMAGES: dict[str, Callable[[], nn.Module]] = {"timm_vit": timm_vit, "vit": vit, "cnn": CNN}
-SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+IMAGES: Builders = {"timm_vit": timm_vit, "vit": vit, "cnn": CNN}
+SEQUENCES: Builders = {
     "attention": TorchAttention,
     "attention-kdim": lambda: TorchAttention(kdim=10, vdim=12),
     "attention-bias-kv": lambda: TorchAttention(add_bias_kv=True),
     "encoder_layer": encoder_layer,
     "decoder_layer": TorchDecoder,
 }
-OTHERS: dict[str, Callable[[], nn.Module]] = {
+OTHERS: Builders = {
     "nanogpt": nanogpt,
     "gpt2-cross": lambda: gpt2(add_cross_attention=True),
     "bert": bert,
@@ -360,7 +273,7 @@ FAMILIES = {name: _seeded(build) for name, build in (CAUSAL | IMAGES | SEQUENCES
 
 
 def loss_of(name: str, model: nn.Module, seed: int = 0) -> Tensor:
-    """The loss of `model`, of family `name`, on a small batch drawn from `seed`, the same whatever the global seed."""
+    """Return the loss of a model of family `name` on a small batch that depends on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
     targets = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
@@ -372,13 +285,8 @@ def loss_of(name: str, model: nn.Module, seed: int = 0) -> Tensor:
         return model(tokens, targets)
     if name == "gpt2-cross":
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-        return model(
-            tokens,
-            labels=tokens,
-            encoder_hidden_states=features,
-            encoder_attention_mask=mask,
-            use_cache=False,
-        ).loss
+        context = {"encoder_hidden_states": features, "encoder_attention_mask": mask}
+        return model(tokens, labels=tokens, use_cache=False, **context).loss
     if name in ("t5", "t5-gated"):
         return model(input_ids=tokens, labels=targets, use_cache=False).loss
     if name == "bert":
@@ -395,7 +303,7 @@ def loss_of(name: str, model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def block_index(shape: tuple[int, ...], split: Any) -> Tensor:
-    """The number of the block that each entry of a parameter belongs to, entry by entry: slow, and plain to read."""
+    """Return the number of the block of each entry of a parameter, slowly and plain to read."""
     index = torch.zeros(shape, dtype=torch.long)
     if split is None:
         return index
