@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from blockopt.optim.base import Entry, decay, spread
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.finite_gradients import gradient_norms
 from blockopt.optim.fused import by_kind, fused_kernel_serves
+from blockopt.optim.scale_runs import by_scale
+
+SMALLEST_DIVISOR = 1e-3  # below, decay is done apart, lest weight_decay / scale overflow
 
 
 def check_adamw_options(group: dict[str, Any]) -> None:
@@ -73,12 +77,15 @@ def _update(
         _update_by_block(entries, magnitudes, (parameters, gradients, momenta), group, step)
         return
     columns = (parameters, gradients, momenta, [local(e.state["exp_avg_sq"]) for e in entries])
-    scales = spread(entries, [entry.state["scale"] for entry in entries]) if scaled else None
-    if not isinstance(step, Tensor) and fused_kernel_serves(*columns):
-        _fused_update(columns, scales, group, step)
-    else:
-        scales = scales or [p.new_ones((1,) * p.ndim) for p in parameters]
+    if isinstance(step, Tensor) or not fused_kernel_serves(*columns):
+        scales = [p.new_ones((1,) * p.ndim) for p in parameters]
+        if scaled:
+            scales = spread(entries, [entry.state["scale"] for entry in entries])
         _foreach_update(columns, scales, group, step)
+    elif scaled:
+        _fused_scaled_update(entries, columns, group, step)
+    else:
+        _fused_update(columns, group, step, 1.0)
 
 
 def _update_by_block(
@@ -103,22 +110,38 @@ def _update_by_block(
 
 
 def _fused_update(
-    columns: tuple[list[Tensor], ...],
-    scales: list[Tensor] | None,
-    group: dict[str, Any],
-    step: int,
+    columns: Sequence[list[Tensor]], group: dict[str, Any], step: int, scale: float
 ) -> None:
-    """Torch's own kernel: on the parameters, or on zeros that come out as the step to be scaled."""
-    if scales is None:
-        for kind in by_kind(*columns):
-            _fused_adamw(kind, group, step, group["lr"], group["weight_decay"])
-        return
-    for chunk in in_chunks(*columns, scales):
-        for ps, gs, ms, vs, ss in by_kind(*chunk):
-            updates = [torch.zeros_like(p) for p in ps]
-            _fused_adamw([updates, gs, ms, vs], group, step, 1.0, 0.0)
-            decay(ps, group)
-            torch._foreach_addcmul_(ps, updates, [s * group["lr"] for s in ss])
+    """Torch's own kernel on parameters of one scale; `lr * scale` must not scale the decay."""
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    if scale < SMALLEST_DIVISOR:
+        decay(columns[0], group)
+        weight_decay = 0.0
+    for kind in by_kind(*columns):
+        _fused_adamw(kind, group, step, lr * scale, weight_decay / (scale or 1.0))
+
+
+def _fused_scaled_update(
+    entries: list[Entry], columns: tuple[list[Tensor], ...], group: dict[str, Any], step: int
+) -> None:
+    """One call of the kernel per scale, on views of the rows that share it.
+
+    Where blocks are not rows, the kernel works on zeros that come out as the step to be scaled.
+    """
+    rows = list(zip(entries, zip(*columns)))
+    simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
+    for scale, views in by_scale(*zip(*simple)).items() if simple else ():
+        _fused_update(views, group, step, scale)
+    others = [(entry, row) for entry, row in rows if entry.runs is None]
+    if others:
+        chosen = [entry for entry, _ in others]
+        scales = spread(chosen, [entry.state["scale"] for entry in chosen])
+        for chunk in in_chunks(*map(list, zip(*(row for _, row in others))), scales):
+            for ps, gs, ms, vs, ss in by_kind(*chunk):
+                updates = [torch.zeros_like(p) for p in ps]
+                _fused_adamw([updates, gs, ms, vs], group, step, 1.0, 0.0)
+                decay(ps, group)
+                torch._foreach_addcmul_(ps, updates, [s * group["lr"] for s in ss])
 
 
 def _fused_adamw(

@@ -16,19 +16,25 @@ from blockopt.blocks import Blocks, expand, from_plain
 from blockopt.checks import check_choice, check_range
 from blockopt.distributed import local_part
 from blockopt.optim.finite_gradients import all_finite, gradient_norms
+from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
 WHOLE = Blocks(("other",))
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 class Entry(NamedTuple):
-    """One parameter of a step: itself, its gradient, its blocks, its state."""
+    """One parameter of a step: itself, its gradient, its blocks, its state, its scales.
+
+    `runs` are the stretches of rows that share a scale, or None if the scales are not of this form
+    or not looked at in this step.
+    """
 
     name: str
     parameter: Tensor
     gradient: Tensor
     blocks: Blocks
     state: dict[str, Any]
+    runs: list[ScaleRun] | None = None
 
 
 class BlockOptimizer(torch.optim.Optimizer, ABC):
@@ -46,6 +52,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         self.nonfinite_steps = 0
         self._scaled = False
+        self._runs: dict[Tensor, list[ScaleRun] | None] = {}  # of each scale, as it is now
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -120,8 +127,18 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     f"The gradient of {name!r} is sparse. Make it dense with "
                     "nn.Embedding(..., sparse=False)."
                 )
-            entries.append(Entry(name, parameter, gradient, blocks, self.state[parameter]))
+            state = self.state[parameter]
+            runs = self._runs_of(state["scale"], blocks, parameter)
+            entries.append(Entry(name, parameter, gradient, blocks, state, runs))
         return entries
+
+    def _runs_of(self, scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRun] | None:
+        """Looked up once for each setting of the scales, since that waits for the device."""
+        if torch.compiler.is_compiling() or not self._scaled:
+            return None
+        if scale not in self._runs:
+            self._runs[scale] = scale_runs(scale, blocks, parameter)
+        return self._runs[scale]
 
     @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import the compiler now
     def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
@@ -215,6 +232,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Note whether some scale is not 1, so that an unscaled step can take the shorter way."""
         scales = [state["scale"] for state in self.state.values() if "scale" in state]
         self._scaled = any(bool((scale != 1).any()) for scale in scales)
+        self._runs = {}
 
     def _scaled_step(self) -> bool:
         """Whether the step looks at the scales; a compiled one does, so as not to recompile."""
@@ -310,7 +328,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled}
+        own = {"nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled, "_runs": {}}
+        return {**state, **own}
 
 
 def blocks_of(group: dict[str, Any]) -> list[Blocks]:

@@ -13,6 +13,7 @@ from blockopt.distributed import local
 from blockopt.optim.base import BlockOptimizer, Entry, Parameters, decay, spread
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.fused import by_kind, fused_kernel_serves
+from blockopt.optim.scale_runs import by_scale
 
 
 class BlockSGD(BlockOptimizer):
@@ -98,9 +99,26 @@ class BlockSGD(BlockOptimizer):
                 if "momentum_buffer" not in entry.state:
                     entry.state["momentum_buffer"] = torch.zeros_like(entry.parameter)
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
-        if not self._scaled_step() and not isinstance(lr, Tensor) and fused_kernel_serves(*columns):
-            _fused_update(columns, group)
+        if isinstance(lr, Tensor) or not fused_kernel_serves(*columns):
+            self._foreach_update(entries, columns, group)
             return
+        if not self._scaled_step():
+            _fused_update(columns, group, lr)
+            return
+        rows = list(zip(entries, zip(*columns)))
+        simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
+        for scale, views in by_scale(*zip(*simple)).items() if simple else ():
+            _fused_update(views, group, lr * scale)
+        others = [(entry, row) for entry, row in rows if entry.runs is None]
+        if others:
+            chosen, remaining = zip(*others)
+            self._foreach_update(list(chosen), [list(c) for c in zip(*remaining)], group)
+
+    def _foreach_update(
+        self, entries: list[Entry], columns: list[list[Tensor]], group: dict[str, Any]
+    ) -> None:
+        """The same from elementary operations: for columns, tensor `lr` and `torch.compile`."""
+        lr, momentum = group["lr"], group["momentum"]
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):
             scales = spread(entries, [entry.state["scale"] for entry in entries])
@@ -121,8 +139,8 @@ class BlockSGD(BlockOptimizer):
                 torch._foreach_add_(ps, directions, alpha=-lr)
 
 
-def _fused_update(columns: list[list[Tensor]], group: dict[str, Any]) -> None:
-    """Torch's own kernel, for a step in which no block is scaled."""
+def _fused_update(columns: list[list[Tensor]], group: dict[str, Any], lr: float) -> None:
+    """Torch's own kernel, for parameters of one scale, which `lr` holds."""
     decay(columns[0], group)
     for parameters, gradients, *buffers in by_kind(*columns):
         torch._fused_sgd_(
@@ -131,7 +149,7 @@ def _fused_update(columns: list[list[Tensor]], group: dict[str, Any]) -> None:
             buffers[0] if buffers else [],
             weight_decay=0.0,
             momentum=group["momentum"],
-            lr=group["lr"],
+            lr=lr,
             dampening=0.0,
             nesterov=group["nesterov"],
             maximize=group["maximize"],

@@ -44,6 +44,7 @@ def test_equals_reference(case, scaled, chunk, per_head, monkeypatch):
     if chunk is not None:  # so small that every matrix is worked on in several chunks
         monkeypatch.setattr("blockopt.optim.chunks.CPU_CHUNK", chunk)
         monkeypatch.setattr("blockopt.optim.muon.CPU_BATCH", chunk)
+        monkeypatch.setattr("blockopt.optim.scale_runs.SHORTEST", 1)  # one call per head and row
     fast_class, slow_class, options = CASES[case]
     model = tiny_gpt(dtype=torch.float64)
     blocks = blockopt.find_blocks(model, per_head=per_head)
@@ -64,5 +65,25 @@ def test_equals_reference(case, scaled, chunk, per_head, monkeypatch):
         set_gradients(model, gradients)
         fast.step()
         slow.step(gradients, lr)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), slow.p[name], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 1.0, 1e4])
+def test_extreme_scales_leave_the_decay_alone(scale):
+    model = tiny_gpt(dtype=torch.float64)
+    blocks = blockopt.find_blocks(model)
+    fast = blockopt.BlockAdamW(blockopt.param_groups(model, blocks, weight_decay=0.1), lr=1e-2)
+    decays = {n: g["weight_decay"] for g in fast.param_groups for n in g["param_names"]}
+    options = {"betas": (0.9, 0.999), "eps": 1e-8, "second_moment": "coordinate"}
+    slow = ReferenceAdamW(dict(model.named_parameters()), blocks, decays, **options)
+    scales = {name: torch.full((b.num_blocks,), scale) for name, b in blocks.items()}
+    fast.set_block_scales(scales)
+    slow.scales = {name: s.double() for name, s in scales.items()}
+    for step in range(2):
+        gradients = random_gradients(model, seed=step)
+        set_gradients(model, gradients)
+        fast.step()
+        slow.step(gradients, 1e-2)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), slow.p[name], rtol=1e-11, atol=1e-12)

@@ -1,18 +1,14 @@
 """Sharded and replicated training on two processes equals training on one."""
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,43 +22,9 @@ from tests.helpers.optimizers import (
     token_loss,
     train,
 )
+from tests.helpers.ranks import run_on_two_ranks, shard, whole
 
 STEPS = 4
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run(task, *arguments):
-    mp.spawn(_start, args=(free_port(), task, *arguments), nprocs=2, join=True)
-
-
-def _start(rank, port, task, *arguments):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        task(rank, *arguments)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    # A thread of gloo that is still alive when C++ takes down its statics can abort the process.
-    os._exit(0)
-
-
-def shard(model):
-    for block in model.h:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def scaled_optimizer(name, model):
@@ -83,7 +45,7 @@ def sharded_equals_whole(rank):
 
 
 def one_sharded_equals_whole(name):
-    """Given the same gradients, a sharded model takes the same steps; the 19 rows of the embedding do not divide by two."""
+    """With the same gradients the steps are the same; two ranks share 19 rows of the embedding."""
     model, plain = shard(tiny_gpt(dtype=torch.float64)), tiny_gpt(dtype=torch.float64)
     a, b = scaled_optimizer(name, model), scaled_optimizer(name, plain)
     for step in range(STEPS):
@@ -104,11 +66,7 @@ def one_sharded_equals_whole(name):
         )
 
 
-def test_sharded_equals_whole():
-    run(sharded_equals_whole)
-
-
-def sharded_checkpoint(rank):
+def sharded_checkpoint_resumes_exactly(rank):
     model = shard(tiny_gpt())
     optimizer = scaled_optimizer("adamw-block", model)
     train(model, optimizer, range(STEPS))
@@ -129,11 +87,7 @@ def sharded_checkpoint(rank):
     assert train(other, resumed, range(STEPS, 2 * STEPS)) == expected
 
 
-def test_sharded_checkpoint_resumes_exactly():
-    run(sharded_checkpoint)
-
-
-def sharded_nonfinite(rank):
+def all_refuse_a_nonfinite_gradient(rank):
     """Only one rank holds the broken entry; both must refuse."""
     model = shard(tiny_gpt())
     optimizer = OPTIMIZERS["adamw"](blockopt.param_groups(model))
@@ -146,11 +100,7 @@ def sharded_nonfinite(rank):
     assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
 
 
-def test_all_ranks_refuse_a_nonfinite_gradient_of_one():
-    run(sharded_nonfinite)
-
-
-def replicated(rank):
+def replicated_equals_accumulated(rank):
     for name in ("adamw-block", "muon", "sgd"):
         one_replicated(rank, name)
 
@@ -178,5 +128,10 @@ def one_replicated(rank, name):
         assert torch.equal(ranks[0], ranks[1])
 
 
-def test_replicated_equals_accumulated():
-    run(replicated)
+def test_two_ranks_train_as_one():
+    run_on_two_ranks(
+        sharded_equals_whole,
+        sharded_checkpoint_resumes_exactly,
+        all_refuse_a_nonfinite_gradient,
+        replicated_equals_accumulated,
+    )

@@ -1,0 +1,64 @@
+"""Stretches of rows that share a block scale, so that torch's fused kernels can take scaled steps.
+
+Scales by role are a handful of numbers. The rows of a parameter that share one are a contiguous
+view, and all views of one scale go into one call of the kernel, with `lr * scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from blockopt.blocks import Blocks, expand
+from blockopt.distributed import local, local_part
+
+SHORTEST = 1 << 11  # entries per stretch; below, preparing the views costs more than it saves
+
+
+class ScaleRun(NamedTuple):
+    """Rows `start` to `start + length` of the local part of a parameter, and their scale."""
+
+    start: int
+    length: int
+    scale: float
+
+
+def scale_runs(scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRun] | None:
+    """Return the stretches of one scale, or None if they are not rows or too short to pay.
+
+    This waits for the device, so call it when scales are set and not in every step.
+    """
+    part = local(parameter)
+    values = scale.tolist()
+    if len(set(values)) == 1:
+        return [ScaleRun(0, part.shape[0] if part.ndim else 1, values[0])]
+    if blocks.split is None or blocks.split.dim != 0:
+        return None
+    rows = local_part(expand(scale, blocks.split, parameter.ndim), parameter).flatten().cpu()
+    starts = [0, *((rows[1:] != rows[:-1]).nonzero().flatten() + 1).tolist()]
+    if part.numel() < SHORTEST * len(starts):
+        return None
+    ends = [*starts[1:], len(rows)]
+    pairs = zip(starts, ends, rows[starts].tolist())
+    return [ScaleRun(start, end - start, value) for start, end, value in pairs]
+
+
+def by_scale(
+    runs: Iterable[list[ScaleRun]], rows: Iterable[tuple[Tensor, ...]]
+) -> dict[float, list[list[Tensor]]]:
+    """Return `{scale: columns}` with a view for each stretch of each row of tensors.
+
+    Args:
+        runs: The stretches of each parameter.
+        rows: For each parameter, tensors of the shape of its local part.
+    """
+    found: dict[float, list[list[Tensor]]] = {}
+    for stretches, row in zip(runs, rows):
+        for start, length, scale in stretches:
+            columns = found.setdefault(scale, [[] for _ in row])
+            for column, tensor in zip(columns, row):
+                whole = tensor.ndim == 0 or length == tensor.shape[0]
+                column.append(tensor if whole else tensor.narrow(0, start, length))
+    return found
