@@ -1,13 +1,14 @@
-"""Exact Hessians of transformers: closed forms, operators on any model, spectra, and how the blocks differ.
+"""Exact Hessians of transformers: closed forms, operators on any model, and their spectra.
 
-Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`,
-`TransformerBlockHessian`, `ScalarAttention`. Any model: `HessianOperator`, `GaussNewtonOperator`,
-`FunctionalOperator`, `dense`, and all that takes an operator: `lanczos`, `spectral_density`,
-`top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`, `measure_blocks`. Plots are in
-`blockopt.analysis.plots`, which needs matplotlib.
+`hessian_report` measures a whole model. Operators on any model: `HessianOperator`,
+`GaussNewtonOperator`, `FunctionalOperator`, `dense`. Functions of any symmetric operator:
+`lanczos`, `spectral_density`, `top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`,
+`measure_block`. Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`,
+`TransformerBlockHessian`, `ScalarAttention`. Plots are in `blockopt.analysis.plots`, which needs
+matplotlib. The guide is README.md in this folder.
 """
 
-from blockopt.analysis.block_table import block_table, measure_blocks
+from blockopt.analysis.block_report import Probes, measure_block
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
 from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian, LinearNetworkHessian
@@ -49,6 +50,7 @@ __all__ = [
     "LinearNetworkHessian",
     "Normalization",
     "PositionwiseLoss",
+    "Probes",
     "ScalarAttention",
     "SelfAttentionHessian",
     "SquaredError",
@@ -56,7 +58,6 @@ __all__ = [
     "attention_bounds",
     "attention_moment",
     "block_mass",
-    "block_table",
     "bound_table",
     "check_symmetric",
     "dense",
@@ -68,7 +69,7 @@ __all__ = [
     "jensen_shannon",
     "lanczos",
     "loss_difference",
-    "measure_blocks",
+    "measure_block",
     "negative_share",
     "norm_spread",
     "off_diagonal_mass",

@@ -1,17 +1,16 @@
-"""Progress bars for whoever asks for them: rich is imported only then."""
+"""Progress bars, for callers that ask for them; rich is imported only then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-Item = TypeVar("Item")
 
 
 @contextmanager
 def progress_bar(shown: bool, description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that moves a bar by a number of units of work; it does nothing if the bar is not to be shown.
+    """Show a bar, and give the function that moves it by a number of units of work.
+
+    If the bar is not to be shown, the function does nothing.
 
     Raises:
         ImportError: If rich is missing.
@@ -29,11 +28,3 @@ def progress_bar(shown: bool, description: str, total: int) -> Iterator[Callable
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda number: bar.advance(task, number)
-
-
-def track(items: Sequence[Item], description: str, shown: bool) -> Iterable[Item]:
-    """The items, one after the other, with a bar over them."""
-    with progress_bar(shown, description, len(items)) as advance:
-        for item in items:
-            yield item
-            advance(1)

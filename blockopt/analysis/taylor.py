@@ -1,8 +1,8 @@
-"""Second-order loss differences: what gradient and Hessian say an update does to the loss, and what it does.
+"""Loss differences: along an update, to second order and measured, and by one more sample.
 
-Along an update δ the loss changes by `g·δ + ½ δᵀHδ` up to third order, and that splits into what
-each block does alone and what blocks do to one another. The second half is another difference: the
-one that a further sample makes to the mean loss of a data set (Petrov, Kiselev, Meshkov and
+Along an update δ the loss changes by `g·δ + ½ δᵀHδ` up to third order. That splits into what each
+block does alone and what blocks do to one another. The second half of the file is about another
+difference, which one more sample makes to the mean loss of a data set (Petrov, Kiselev, Meshkov and
 Grabovoy, arXiv 2510.16927, Theorem 7).
 """
 
@@ -16,33 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.analysis.closed_forms.growth import Exponent, fit_exponent
-from blockopt.blocks import Blocks
-from blockopt.blocks.groups import Level, block_groups, sum_groups
-from blockopt.blocks.split import expand
+from blockopt.blocks import BlockGroup, Blocks, Level, block_groups, expand, sum_groups
+from blockopt.blocks.find import checked_blocks
 from blockopt.measure.along_update import along_update
 from blockopt.measure.closures import (
-    Curvature,
     Evaluation,
     Losses,
-    batch_means,
-    checked_blocks,
-    eager_math,
-    trainable,
+    average_over_batches,
+    trainable_parameters,
+    twice_differentiable,
 )
+from blockopt.tables import aligned
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """Predicted and actual differences of the loss along an update δ, jointly and group by group; printed, a table of them.
+    """Predicted and actual differences of the loss along an update δ, jointly and by group.
 
-    `second_order` is exactly the sum of `group_second_order` and of `interaction`.
+    Printed, it is a table. `second_order` is the sum of `group_second_order` and `interaction`.
 
     Attributes:
         loss: `L(θ)`.
         actual: `L(θ + δ) - L(θ)`.
         first_order: `g·δ`.
         second_order: `g·δ + ½ δᵀHδ`.
-        labels: The groups of blocks that moved.
+        labels: The groups of blocks that moved, or other names for them.
         group_actual: (G,) `L(θ + δ_b) - L(θ)`, with only group b moved.
         group_first_order: (G,) `g_b·δ_b`.
         group_second_order: (G,) `g_b·δ_b + ½ δ_bᵀ H_bb δ_b`.
@@ -55,7 +53,7 @@ class LossDifference:
     actual: float
     first_order: float
     second_order: float
-    labels: tuple[str, ...]
+    labels: tuple[BlockGroup | str, ...]
     group_actual: Tensor
     group_first_order: Tensor
     group_second_order: Tensor
@@ -64,47 +62,24 @@ class LossDifference:
 
     @property
     def actual_interaction(self) -> float:
-        """The joint difference minus the sum of those of the groups alone: the interaction, of all orders."""
+        """The joint difference minus the sum over groups: the interaction of all orders."""
         return self.actual - float(self.group_actual.sum())
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("group", "actual", "first order", "second order", "interaction")
-        ]
-        columns = (
-            self.group_actual,
-            self.group_first_order,
-            self.group_second_order,
-            self.interaction,
+        groups = torch.stack(
+            [self.group_actual, self.group_first_order, self.group_second_order, self.interaction]
         )
-        for label, *values in zip(self.labels, *(column.tolist() for column in columns)):
-            rows.append((label, *(f"{value:.4g}" for value in values)))
-        sums = [f"{float(column.sum()):.4g}" for column in columns]
-        rows.append(("sum of groups", *sums))
-        rows.append(
-            (
-                "interaction",
-                f"{self.actual_interaction:.4g}",
-                "",
-                f"{float(self.interaction.sum()):.4g}",
-                "",
-            )
-        )
-        rows.append(
-            (
-                "jointly",
-                f"{self.actual:.4g}",
-                f"{self.first_order:.4g}",
-                f"{self.second_order:.4g}",
-                "",
-            )
-        )
-        widths = [max(map(len, column)) for column in zip(*rows)]
+        within = [self.actual_interaction, None, float(self.interaction.sum()), None]
         lines = [
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
-            for row in rows
+            *zip(self.labels, groups.T.tolist()),
+            ("sum of groups", groups.sum(1).tolist()),
+            ("interaction", within),
+            ("jointly", [self.actual, self.first_order, self.second_order, None]),
         ]
-        return "\n".join(line.rstrip() for line in lines)
+        rows = [["group", "actual", "first order", "second order", "interaction"]]
+        for label, values in lines:
+            rows.append([str(label), *("" if v is None else f"{v:.4g}" for v in values)])
+        return aligned(rows)
 
 
 def loss_difference(
@@ -115,33 +90,30 @@ def loss_difference(
     blocks: Mapping[str, Blocks] | None = None,
     by: Level = "tensor",
 ) -> LossDifference:
-    """The difference that an update would make to the loss, predicted from gradient and Hessian and measured.
+    """Predict what an update does to the loss from gradient and Hessian, and measure it.
 
-    Unlike `along_update` in a training loop, the update starts here: it is what would be added to
-    the weights as they are. They are put back at the end, as the same tensors, whatever happens.
-    For each group of blocks this takes a Hessian-vector product and a forward pass of every batch.
-    Losses are differences of nearly equal numbers: use a model in float64, or an update large
-    enough for the loss to change by much more than its rounding.
+    The update is what would be added to the weights as they are now, unlike in `along_update`,
+    which looks back at one. The weights are put back at the end as the same tensors. For each group
+    of blocks this takes a Hessian-vector product and a forward pass of every batch. The result is a
+    difference of nearly equal losses: use a float64 model, or an update that changes the loss by
+    much more than its rounding.
 
     Args:
         model: Any module with whole parameters (not FSDP2).
         losses: A closure that returns the mean loss of a batch, or that and its number of tokens,
-            or several of them; they are averaged by tokens. Each is called many times, and must
-            give the same batch every time.
+            or several such closures, which are averaged by tokens. Each is called many times, and
+            must give the same batch every time.
         update: `{parameter name: δ}`. A parameter without one does not move.
         blocks: What `find_blocks(model)` returns; found here by default.
-        by: The groups of blocks that are moved alone, see `block_scales`; "head" moves each block
-            of `blocks` alone.
-
-    Returns:
-        The `LossDifference`.
+        by: The groups of blocks that are moved alone, as for `block_scales`; "head" moves each
+            block alone.
 
     Raises:
         ValueError: If the update does not fit the parameters, or one is sharded.
         FloatingPointError: If the loss after the update is not finite.
 
     Example:
-        Loss `(3a + 4b)²` at a = b = 1, where a loss is quadratic and the second order exact:
+        The loss `(3a + 4b)²` at a = b = 1 is quadratic, so the second order is exact:
 
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
         >>> _ = nn.init.ones_(model.weight)
@@ -150,9 +122,7 @@ def loss_difference(
         >>> found.actual, found.first_order, found.second_order
         (-33.0, -42.0, -33.0)
     """
-    closures = (
-        losses if callable(losses) else list(losses)
-    )  # used twice, though it may be a generator
+    closures = losses if callable(losses) else list(losses)  # used twice; may be a generator
     blocks = checked_blocks(model, blocks)
     along = along_update(model, closures, update, blocks=blocks, matrix_by=by)
     labels, groups = block_groups(blocks, by)
@@ -160,10 +130,10 @@ def loss_difference(
     for name in update:
         moved[groups[name]] = True
     indices = moved.nonzero().flatten().tolist()
-    parameters = {name: p for name, p in trainable(model).items() if name in update}
+    parameters = {name: p for name, p in trainable_parameters(model).items() if name in update}
 
     def part(group: int) -> dict[str, Tensor]:
-        """What of the update moves one group."""
+        """Return the part of the update that moves one group."""
         chosen = {name: groups[name] == group for name in parameters}
         return {
             n: update[n] * expand(c.to(update[n]), blocks[n].split, update[n].ndim)
@@ -172,7 +142,7 @@ def loss_difference(
         }
 
     def measure(evaluation: Evaluation) -> dict[str, Tensor]:
-        with eager_math():
+        with twice_differentiable():
             start = evaluation().detach().double()
             with _moved(parameters, update):
                 joint = evaluation().detach().double() - start
@@ -182,7 +152,7 @@ def loss_difference(
                     alone.append(evaluation().detach().double() - start)
         return {"loss": start, "actual": joint, "alone": torch.stack(alone)}
 
-    found = batch_means(model, closures, measure)
+    found = average_over_batches(model, closures, measure)
     assert along.matrix is not None
     curvature = along.matrix[moved][:, moved]
     slope = sum_groups(along.slope, groups, len(labels))[moved]
@@ -202,19 +172,19 @@ def loss_difference(
 
 
 def sample_differences(losses: Tensor) -> Tensor:
-    """`L_{k+1} - L_k` for k = 1, 2, …: what sample k + 1 does to the mean loss of a data set, at fixed weights.
+    """Return `L_{k+1} - L_k` for k = 1, 2, …: what sample k + 1 does to the mean loss.
 
-    With `L_k` the mean of the first k losses this is `(ℓ_{k+1} - L_k) / (k + 1)`, the form used
-    here, which does not cancel. Here k is the size of the data set, not a step of training.
+    The weights are fixed, and k is the size of the data set, not a step of training. With `L_k` the
+    mean of the first k losses, this is `(ℓ_{k+1} - L_k) / (k + 1)`, which does not cancel.
 
     Args:
-        losses: (n,) the loss of each sample, or (…, n) of several orders of the samples.
+        losses: (n,) the loss of each sample, or (…, n) for several orders of the samples.
 
     Returns:
         (n - 1,) or (…, n - 1), in float64.
 
     Raises:
-        ValueError: If there are less than two samples.
+        ValueError: If there are fewer than two samples.
 
     Example:
         >>> sample_differences(torch.tensor([1.0, 3.0, 5.0]))  # means 1, 2, 3
@@ -222,7 +192,8 @@ def sample_differences(losses: Tensor) -> Tensor:
     """
     if losses.ndim < 1 or losses.shape[-1] < 2:
         raise ValueError(
-            f"Invalid losses of shape {tuple(losses.shape)}. Must be (..., samples) of two samples or more."
+            f"Invalid losses of shape {tuple(losses.shape)}. Must be (..., samples) with at least "
+            "two samples."
         )
     values = losses.detach().double()
     sizes = torch.arange(1, values.shape[-1], dtype=torch.float64, device=values.device)
@@ -238,14 +209,14 @@ def sample_bound(
     *,
     sharp: bool = True,
 ) -> Tensor:
-    """A bound of `|L_{k+1}(w) - L_k(w)|`, `(L̄ + M ‖w - w*‖²) / (k + 1)`: its rate is 1/k.
+    """Return the bound `(L̄ + M ‖w - w*‖²) / (k + 1)` of `|L_{k+1}(w) - L_k(w)|`.
 
-    Theorem 7 has `2 L̄` in the place of `L̄`: more than is needed, since two numbers in [0, L̄]
-    differ by at most L̄. Here L̄ bounds the losses of the samples at `w*` and M the spectral norms
-    of their Hessians there, and all gradients vanish at `w*` (the paper's assumption). To second
-    order, exactly for quadratic losses, `ℓ_{k+1}(w) - L_k(w)` is then a difference of losses at
-    `w*` plus `½ (w - w*)ᵀ (H_{k+1} - mean H) (w - w*)`, of which the last is at most `M ‖w - w*‖²`;
-    half of that, if no Hessian has a negative eigenvalue. Where L̄ bounds the losses at w itself,
+    L̄ bounds the losses of the samples at `w*`, M the spectral norms of their Hessians there, and
+    all gradients vanish at `w*` (the paper's assumption). To second order, exactly for quadratic
+    losses, `ℓ_{k+1}(w) - L_k(w)` is then a difference of losses at `w*` plus
+    `½ (w - w*)ᵀ (H_{k+1} - mean H) (w - w*)`. The last term is at most `M ‖w - w*‖²`, and half of
+    that if no Hessian has a negative eigenvalue. Theorem 7 has `2 L̄` instead of `L̄`, more than is
+    needed, since two numbers in [0, L̄] differ by at most L̄. Where L̄ bounds the losses at w itself,
     `L̄ / (k + 1)` holds without any assumption: leave out the other two.
 
     Args:
@@ -261,22 +232,23 @@ def sample_bound(
     Example:
         >>> sample_bound(torch.tensor([1, 3]), largest_loss=4.0)
         tensor([2., 1.], dtype=torch.float64)
-        >>> sample_bound(torch.tensor([1, 3]), largest_loss=4.0, curvature=1.0, distance=2.0, sharp=False)
+        >>> sample_bound(torch.tensor([1, 3]), 4.0, curvature=1.0, distance=2.0, sharp=False)
         tensor([6., 3.], dtype=torch.float64)
     """
     if not all(number >= 0 for number in (largest_loss, curvature, distance)):
         given = f"largest_loss={largest_loss}, curvature={curvature}, distance={distance}"
         raise ValueError(
-            f"Invalid {given}. None must be negative: losses are bounded by 0 and L̄, and M and ‖w - w*‖ are norms."
+            f"Invalid {given}. None must be negative: losses are bounded by 0 and L̄, and M and "
+            "‖w - w*‖ are norms."
         )
     return ((1 if sharp else 2) * largest_loss + curvature * distance**2) / (sizes.double() + 1)
 
 
 def sample_rate(differences: Tensor) -> Exponent:
-    """The power of k + 1 that `|L_{k+1} - L_k|` falls with, -1 in theory: the slope of a line in the log-log plot.
+    """Fit the power of k + 1 with which `|L_{k+1} - L_k|` falls; -1 in theory.
 
-    Single differences scatter by an order of magnitude about it, since a loss may be close to the
-    mean. More orders of the samples average that out.
+    Single differences scatter around it by an order of magnitude, since a loss may be close to the
+    mean. Several orders of the samples average that out.
 
     Args:
         differences: (n - 1,) or (orders, n - 1), what `sample_differences` returns.
@@ -287,15 +259,14 @@ def sample_rate(differences: Tensor) -> Exponent:
     """
     sizes = torch.arange(2, differences.shape[-1] + 2, dtype=torch.float64)
     differences = differences.detach().double().abs().cpu()
-    present = (
-        (differences > 0).reshape(-1, len(sizes)).all(0)
-    )  # a loss equal to the mean has no logarithm
+    # A loss equal to the mean has no logarithm.
+    present = (differences > 0).reshape(-1, len(sizes)).all(0)
     return fit_exponent(sizes[present], differences[..., present])
 
 
 @contextmanager
 def _moved(parameters: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Iterator[None]:
-    """The parameters with the update added, inside; the tensors they held are put back, not copied, so no bit changes."""
+    """Add the update inside; then put back the same tensors, so that no bit changes."""
     held = {name: parameters[name].data for name in update}
     try:
         with torch.no_grad():
@@ -305,11 +276,3 @@ def _moved(parameters: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> It
     finally:
         for name, tensor in held.items():
             parameters[name].data = tensor
-
-
-def _sum_groups(values: Curvature, groups: Mapping[str, Tensor], number: int) -> Tensor:
-    """The sum over the blocks of each group, in float64 on the CPU."""
-    total = torch.zeros(number, dtype=torch.float64)
-    for name, value in values.items():
-        total.index_add_(0, groups[name], value.to("cpu", torch.float64))
-    return total

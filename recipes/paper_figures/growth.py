@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.growth import Growth, linear_attention_exponents
+from blockopt.analysis.closed_forms.growth import BlockPart, Growth, linear_attention_exponents
 from blockopt.analysis.plots import growth_lines
 from recipes.data.addition import IGNORED, addition
 from recipes.paper_figures.models import (
@@ -27,11 +27,11 @@ from recipes.paper_figures.outcome import Check, Outcome, Run, exponent_check
 
 ROLES = ("value", "query")
 EXPONENTS = {
-    "outer value": 2,
-    "full value": 2,
-    "outer query": 6,
-    "functional query": 5,
-    "full query": 5,
+    BlockPart("outer", "value"): 2,
+    BlockPart("full", "value"): 2,
+    BlockPart("outer", "query"): 6,
+    BlockPart("functional", "query"): 5,
+    BlockPart("full", "query"): 5,
 }
 PARTS = {
     "outer": "outer product part H_o",
@@ -55,20 +55,29 @@ def scales(run: Run, low: float, high: float) -> Tensor:
     return torch.logspace(low, high, run.effort.scales, dtype=torch.float64)
 
 
-def chosen(data: Growth, word: str) -> dict[str, Tensor]:
-    """The norms whose label has a word in it and that are not zero."""
+def chosen(data: Growth[BlockPart], part: str) -> dict[BlockPart, Tensor]:
+    """Return the norms of one part that are not zero."""
     return {
         label: norms
         for label, norms in data.norms.items()
-        if word in label and bool((norms > 0).all())
+        if label.part == part and bool((norms > 0).all())
     }
 
 
-def one_layer(run: Run, norm: Norm, sigmas: Tensor, title: str) -> Growth:
+def by_layer(data: Growth[BlockPart], kind: BlockPart) -> dict[str, Tensor]:
+    """Return the norms of one part of one role that are not zero, labelled by layer."""
+    return {
+        f"layer {label.layer}": norms
+        for label, norms in chosen(data, kind.part).items()
+        if label.role == kind.role
+    }
+
+
+def one_layer(run: Run, norm: Norm, sigmas: Tensor, title: str) -> Growth[BlockPart]:
     """Exact norms of query and value blocks of a whole one-layer GPT-2."""
     inputs, targets = addition(run.effort.sequences)
 
-    def measure(sigma: float, seed: int) -> dict[str, float]:
+    def measure(sigma: float, seed: int) -> dict[BlockPart, float]:
         model = Transformer(run.effort.width, norm=norm, scale=sigma, seed=seed)
         return last_layer_norms(model, inputs, targets, ROLES)
 
@@ -93,7 +102,7 @@ def figure_3a(run: Run) -> Outcome:
         exponent_check(data, label, exponent, tolerance=0.3)
         for label, exponent in EXPONENTS.items()
     ]
-    largest = float(data.norms["functional value"].max())
+    largest = float(data.norms[BlockPart("functional", "value")].max())
     checks.append(Check("largest norm of functional value", "0", largest, 0.0, 0.0))
     return Outcome(
         "Growth of Hessian blocks with σ, no norms",
@@ -116,7 +125,7 @@ def figure_3b(run: Run) -> Outcome:
     for high, where in ((math.inf, "all σ"), (1.0, "σ < 1")):
         found = data.exponents(0.0, high)
         for part in ("outer", "full"):
-            query, value = found[f"{part} query"], found[f"{part} value"]
+            query, value = (found[BlockPart(part, role)] for role in ("query", "value"))
             what = f"{part}: exponent of query {query.value:.2f} minus value {value.value:.2f}, {where}"
             error = math.hypot(query.standard_error, value.standard_error)
             predicted = (
@@ -160,8 +169,8 @@ def figure_5(run: Run) -> Outcome:
 
 
 def worst(
-    data: Growth,
-    part: str,
+    data: Growth[BlockPart],
+    kind: BlockPart,
     layers: range,
     predicted: float,
     what: str,
@@ -171,9 +180,8 @@ def worst(
 ) -> Check:
     """The exponent that is farthest from the predicted one among the layers."""
     found = data.exponents(0.0, high)
-    labels = [
-        f"{part} layer {layer + 1}" for layer in layers if f"{part} layer {layer + 1}" in found
-    ]
+    labels = [kind._replace(layer=layer + 1) for layer in layers]
+    labels = [label for label in labels if label in found]
     far = max(labels, key=lambda label: abs(found[label].value - predicted))
     low, top = predicted - tolerance, predicted + tolerance
     return Check(
@@ -194,7 +202,7 @@ def figure_6(run: Run) -> Outcome:
     checks = []
     for row, depth in enumerate(depths):
 
-        def measure(sigma: float, seed: int, depth: int) -> dict[str, float]:
+        def measure(sigma: float, seed: int, depth: int) -> dict[BlockPart, float]:
             model = Transformer(run.effort.deep_width, depth, scale=sigma, seed=seed)
             found = {}
             for layer in range(depth):
@@ -204,56 +212,52 @@ def figure_6(run: Run) -> Outcome:
                     norms = estimated_norms(
                         model, inputs, targets, layer, ROLES, run.effort.probes, seed
                     )
-                found.update({f"{label} layer {layer + 1}": norm for label, norm in norms.items()})
+                found.update({k._replace(layer=layer + 1): norm for k, norm in norms.items()})
             return found
 
         data = run.growth(
             functools.partial(measure, depth=depth), scales(run, -2, 1), f"Figure 6, depth {depth}"
         )
-        shown = ("outer value", "full value", "functional query", "full query")
-        for ax, part in zip(axes[4 * row :], shown):
-            lines = {
-                label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()
-            }
+        pairs = (("outer", "value"), ("full", "value"), ("functional", "query"), ("full", "query"))
+        for ax, kind in zip(axes[4 * row :], (BlockPart(*pair) for pair in pairs)):
             growth_lines(
                 data.scales,
-                lines,
-                {"layer 1": EXPONENTS[part]},
-                title=f"depth {depth}: {part} blocks",
+                by_layer(data, kind),
+                {"layer 1": EXPONENTS[kind]},
+                title=f"depth {depth}: {kind} blocks",
                 ax=ax,
             )
-        for part, exponent in EXPONENTS.items():
+        for kind, exponent in EXPONENTS.items():
             checks.append(
-                worst(data, part, range(depth), exponent, f"depth {depth}", tolerance=0.5)
+                worst(data, kind, range(depth), exponent, f"depth {depth}", tolerance=0.5)
             )
         if (
             int((data.scales >= 1).sum()) > 1
         ):  # "the top layer quite closely follows our prediction, also for σ > 1"
-            for part in ("outer value", "full query"):
+            for kind in (BlockPart("outer", "value"), BlockPart("full", "query")):
                 beyond = exponent_check(
                     data,
-                    f"{part} layer {depth}",
-                    EXPONENTS[part],
+                    kind._replace(layer=depth),
+                    EXPONENTS[kind],
                     tolerance=1.0,
                     low=1.0,
                     high=math.inf,
                 )
                 checks.append(replace(beyond, what=f"depth {depth}, σ > 1: {beyond.what}"))
         near = int((data.scales - 0.1).abs().argmin())
-        for part in ("full value", "full query"):
+        for kind in (BlockPart("full", "value"), BlockPart("full", "query")):
             bottom, top = (
-                float(data.mean()[f"{part} layer {layer}"][near]) for layer in (1, depth)
+                float(data.mean()[kind._replace(layer=layer)][near]) for layer in (1, depth)
             )
-            ratio, what = (
-                bottom / top,
-                f"depth {depth}: {part} of layer 1 over layer {depth} at σ = {float(data.scales[near]):.2g}",
-            )
+            sigma = f"σ = {float(data.scales[near]):.2g}"
+            ratio = bottom / top
+            what = f"depth {depth}: {kind} of layer 1 over layer {depth} at {sigma}"
             checks.append(Check(what, "< 1: earlier layers are lower", ratio, 0.0, 1.0))
         checks.append(
             Check(
                 f"depth {depth}: largest functional value of the top layer",
                 "0",
-                float(data.norms[f"functional value layer {depth}"].max()),
+                float(data.norms[BlockPart("functional", "value", layer=depth)].max()),
                 0.0,
                 0.0,
             )
@@ -279,14 +283,14 @@ def figure_7(run: Run) -> Outcome:
     checks = []
     for row, depth in enumerate(depths):
 
-        def measure(sigma: float, seed: int, depth: int) -> dict[str, float]:
+        def measure(sigma: float, seed: int, depth: int) -> dict[BlockPart, float]:
             model = LinearAttentionChain(run.effort.deep_width, depth, scale=sigma, seed=seed)
             found = {}
             for layer in range(depth):
                 norms = estimated_norms(
                     model, inputs, targets, layer, ROLES, run.effort.probes, seed
                 )
-                found.update({f"{label} layer {layer + 1}": norm for label, norm in norms.items()})
+                found.update({k._replace(layer=layer + 1): norm for k, norm in norms.items()})
             return found
 
         data = run.growth(
@@ -294,25 +298,21 @@ def figure_7(run: Run) -> Outcome:
         )
         exponent = linear_attention_exponents(depth)["outer"]
         everywhere = math.inf
-        for ax, part in zip(
-            axes[4 * row :], ("outer value", "full value", "outer query", "full query")
-        ):
-            lines = {
-                label.removeprefix(part + " "): norms for label, norms in chosen(data, part).items()
-            }
+        kinds = [BlockPart(part, role) for role in ROLES for part in ("outer", "full")]
+        for ax, kind in zip(axes[4 * row :], kinds):
             growth_lines(
                 data.scales,
-                lines,
+                by_layer(data, kind),
                 {f"layer {depth}": exponent},
                 high=everywhere,
-                title=f"depth {depth}: {part} blocks",
+                title=f"depth {depth}: {kind} blocks",
                 ax=ax,
             )
         for role in ROLES:
             checks.append(
                 worst(
                     data,
-                    f"outer {role}",
+                    BlockPart("outer", role),
                     range(depth),
                     exponent,
                     f"depth {depth}",
@@ -322,7 +322,7 @@ def figure_7(run: Run) -> Outcome:
             )
             last = worst(
                 data,
-                f"full {role}",
+                BlockPart("full", role),
                 range(depth - 1, depth),
                 exponent,
                 f"depth {depth}",
@@ -330,10 +330,11 @@ def figure_7(run: Run) -> Outcome:
                 high=everywhere,
             )
             checks.append(last)
-            functional = float(
-                data.norms[f"functional {role} layer {depth}"].max()
-                / data.norms[f"outer {role} layer {depth}"].max()
-            )
+            largest = {
+                part: float(data.norms[BlockPart(part, role, layer=depth)].max())
+                for part in ("functional", "outer")
+            }
+            functional = largest["functional"] / largest["outer"]
             checks.append(
                 Check(
                     f"depth {depth}: functional {role} of the last layer, relative",
@@ -344,10 +345,11 @@ def figure_7(run: Run) -> Outcome:
                 )
             )
             if depth > 1:
-                slope = min(
-                    float(data.local_slopes()[f"full {role} layer {layer}"][-1])
+                slopes = [
+                    data.local_slopes()[BlockPart("full", role, layer=layer)]
                     for layer in range(1, depth)
-                )
+                ]
+                slope = min(float(values[-1]) for values in slopes)
                 what = (
                     f"depth {depth}: slope of full {role} at σ near 1, smallest of earlier layers"
                 )
@@ -360,10 +362,7 @@ def figure_7(run: Run) -> Outcome:
                         1.25 * exponent,
                     )
                 )
-                slope = max(
-                    float(data.local_slopes()[f"full {role} layer {layer}"][0])
-                    for layer in range(1, depth)
-                )
+                slope = max(float(values[0]) for values in slopes)
                 what = f"depth {depth}: slope of full {role} at the smallest σ, largest of earlier layers"
                 checks.append(
                     Check(what, f"below {exponent}: only for larger σ", slope, 0.0, 0.75 * exponent)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,11 +98,21 @@ def figure_1(run: Run) -> Outcome:
     return Outcome("Hessian of a GPT-2 block at initialisation", setting, checks, figure)
 
 
+class Attended(NamedTuple):
+    """The label of a block of Figure 4: its role, and "softmax" or "linear" attention."""
+
+    role: str
+    attention: str
+
+    def __str__(self) -> str:
+        return f"{self.role}, {self.attention}"
+
+
 def figure_4(run: Run) -> Outcome:
     """Softmax against linear attention: without softmax, query and value entries are of one size."""
     inputs, targets = addition(run.effort.samples)
-    medians: dict[str, list[float]] = {}
-    blocks: dict[str, Tensor] = {}
+    medians: dict[Attended, list[float]] = {}
+    blocks: dict[Attended, Tensor] = {}
     step = run.steps("Figure 4", 2 * run.effort.repeats)
     for seed in range(run.effort.repeats):
         for softmax in (True, False):
@@ -109,45 +120,46 @@ def figure_4(run: Run) -> Outcome:
                 Transformer(run.effort.small, softmax=softmax, seed=seed), inputs, targets
             )
             for role in ("value", "query"):
-                label = f"{role}, {'softmax' if softmax else 'linear'}"
+                label = Attended(role, "softmax" if softmax else "linear")
                 block = hessian.block(role, role)
                 blocks.setdefault(label, block)
                 medians.setdefault(label, []).append(log_median(block))
             step()
     figure, axes = panels(1, 2, 5.4, 3.6)
     for ax, role in zip(axes, ("value", "query")):
-        shown = {label: block for label, block in blocks.items() if label.startswith(role)}
+        shown = {label: block for label, block in blocks.items() if label.role == role}
         entry_histograms(shown, title=f"{role.capitalize()} block, with and without softmax", ax=ax)
         ax.sharex(axes[0])
 
-    def difference(a: str, b: str) -> list[float]:
-        return [x - y for x, y in zip(medians[a], medians[b])]
+    def difference(*labels: tuple[str, str]) -> list[float]:
+        a, b = (medians[Attended(*label)] for label in labels)
+        return [x - y for x, y in zip(a, b)]
 
     checks = [
         mean_check(
             "softmax: decades from query to value",
             "about 2",
-            difference("value, softmax", "query, softmax"),
+            difference(("value", "softmax"), ("query", "softmax")),
             1.5,
             2.5,
         ),
         mean_check(
             "linear: decades from query to value",
             "about 0",
-            difference("value, linear", "query, linear"),
+            difference(("value", "linear"), ("query", "linear")),
             -0.75,
             0.75,
         ),
         mean_check(
             "query: decades from softmax to linear",
             "large",
-            difference("query, linear", "query, softmax"),
+            difference(("query", "linear"), ("query", "softmax")),
             1.0,
         ),
         mean_check(
             "value: decades from softmax to linear",
             "small",
-            difference("value, linear", "value, softmax"),
+            difference(("value", "linear"), ("value", "softmax")),
             -0.75,
             0.75,
         ),
@@ -476,9 +488,8 @@ def figure_loss_difference(run: Run) -> Outcome:
     names = [name for name, _ in trained.model.named_parameters()]
     update = {n: -0.1 * g for n, g in zip(names, gradients) if n.split(".")[-1] in WEIGHTS}
     found = loss_difference(trained.model, trained.loss, update)
-    found = replace(
-        found, labels=tuple(label.removeprefix("layer.").split(":")[0] for label in found.labels)
-    )
+    names = tuple(label.parameter.rpartition(".")[2] for label in found.labels)
+    found = replace(found, labels=names)
     loss_difference_bars(found, title="What a gradient step (lr 0.1) does to the loss", ax=axes[1])
     checks = [
         Check(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockopt.analysis.closed_forms.checks import Part
+from blockopt.analysis.closed_forms.growth import BlockPart
 from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator
@@ -261,8 +262,8 @@ def last_layer_hessian(
 
 def last_layer_norms(
     model: Transformer, inputs: Tensor, targets: Tensor, roles: Sequence[str]
-) -> dict[str, float]:
-    """Exact Frobenius norms of H_o, H_f (split at the logits) and H of the last layer, `{"outer query": …}`."""
+) -> dict[BlockPart, float]:
+    """Exact Frobenius norms of H_o, H_f (split at the logits) and H of the last layer."""
     outer = last_layer_hessian(model, inputs, targets, "outer")
     if (
         model.norm == "none"
@@ -282,7 +283,7 @@ def last_layer_norms(
             "full": (full, "full"),
         }
     return {
-        f"{name} {role}": float(hessian.factored(role, part=part).frobenius())
+        BlockPart(name, role): float(hessian.factored(role, part=part).frobenius())
         for name, (hessian, part) in chosen.items()
         for role in roles
     }
@@ -296,7 +297,7 @@ def estimated_norms(
     roles: Sequence[str],
     probes: int,
     seed: int,
-) -> dict[str, float]:
+) -> dict[BlockPart, float]:
     """The same for any layer, estimated with random signs as in the paper; H is `H_o + H_f` on the same probes."""
     found = {}
     for role in roles:
@@ -310,12 +311,8 @@ def estimated_norms(
         signs = torch.randint(2, (G.shape[0], probes), generator=generator).mul(2).sub(1).double()
         products = {"outer": G @ signs, "functional": functional @ signs}
         products["full"] = products["outer"] + products["functional"]
-        found.update(
-            {
-                f"{part} {role}": float(p.square().sum(0).mean().sqrt())
-                for part, p in products.items()
-            }
-        )
+        for part, p in products.items():
+            found[BlockPart(part, role)] = float(p.square().sum(0).mean().sqrt())
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -204,12 +204,12 @@ class Run:
         return lambda: bars.advance(task)
 
     def growth(
-        self, measure: Callable[[float, int], Mapping[str, float]], scales: Tensor, title: str
-    ) -> Growth:
+        self, measure: Callable[[float, int], Mapping[Any, float]], scales: Tensor, title: str
+    ) -> Growth[Any]:
         """Norms at all scales, of all repeats."""
         step = self.steps(title, len(scales) * self.effort.repeats)
 
-        def measured(sigma: float, seed: int) -> Mapping[str, float]:
+        def measured(sigma: float, seed: int) -> Mapping[Any, float]:
             found = measure(sigma, seed)
             step()
             return found
@@ -218,8 +218,8 @@ class Run:
 
 
 def exponent_check(
-    data: Growth,
-    label: str,
+    data: Growth[Any],
+    label: Hashable,
     predicted: float,
     *,
     tolerance: float,

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from blockopt.analysis import plots
+from blockopt.analysis.closed_forms.growth import BlockPart
 from blockopt.analysis.spectral.density import SpectralDensity
 from blockopt.analysis.taylor import LossDifference
+from blockopt.blocks import BlockGroup
 
 SIZES = {"query": 3, "key": 2, "value": 5}
 
@@ -24,8 +26,13 @@ def saved(ax, path):
 
 def test_roles_keep_their_colours():
     assert len(set(plots.COLORS.values())) == len(plots.COLORS)
-    assert plots.role_color("outer value value") == plots.COLORS["value"]
+    assert plots.role_color("value") == plots.COLORS["value"]
+    assert plots.role_color(BlockPart("outer", "value", "query")) == plots.COLORS["value"]
+    fused = BlockGroup("value", 0, "layers.0.attention.query_key_value.weight")
+    assert plots.role_color(fused) == plots.COLORS["value"]
+    assert plots.role_color(BlockGroup("norm", 0), 2) == plots.OTHER_COLORS[2]
     assert plots.role_color("depth 2", 2) == plots.OTHER_COLORS[2]
+    assert plots.role_color("no role is read out of query_key", 3) == plots.OTHER_COLORS[3]
 
 
 def test_heat_map_names_its_blocks(tmp_path):
@@ -80,23 +87,24 @@ def test_histograms_tell_medians_and_zeros(tmp_path):
 @pytest.mark.parametrize("logarithmic", [True, False])
 def test_growth_tells_fitted_and_predicted_exponents(logarithmic, tmp_path):
     scales = torch.tensor([0.1, 0.2, 0.5, 2.0])
+    query, value = BlockPart("full", "query"), BlockPart("outer", "value")
     norms = {
-        "full query": torch.stack([scales**5, 3 * scales**5]),
-        "full value": scales**2,
+        query: torch.stack([scales**5, 3 * scales**5]),
+        value: scales**2,
         "zero": torch.zeros(4),
     }
-    ax = plots.growth_lines(
-        scales, norms, {"full query": 5, "full value": 3}, logarithmic=logarithmic
-    )
+    ax = plots.growth_lines(scales, norms, {query: 5, value: 3}, logarithmic=logarithmic)
+    styles = {(line.get_color(), line.get_linestyle()) for line in ax.get_lines()}
+    assert {(plots.COLORS["query"], "-"), (plots.COLORS["value"], "--")} <= styles
     assert legend(ax) == [
         "full query: σ^5.00 ± 0.00, predicted 5",
-        "full value: σ^2.00, predicted 3",
+        "outer value: σ^2.00, predicted 3",
     ]
     assert ax.get_yscale() == ("log" if logarithmic else "linear")
     dashed = [line for line in ax.get_lines() if line.get_color() == "#777777"]
-    query = torch.tensor(dashed[0].get_ydata())
+    drawn = torch.tensor(dashed[0].get_ydata())
     torch.testing.assert_close(
-        query, 2 * scales.double() ** 5, rtol=1e-5, atol=0
+        drawn, 2 * scales.double() ** 5, rtol=1e-5, atol=0
     )  # on the measured line
     slope = torch.tensor(dashed[1].get_ydata()).log().diff() / scales.double().log().diff()
     torch.testing.assert_close(slope, torch.full_like(slope, 3.0), rtol=1e-5, atol=0)
@@ -142,7 +150,7 @@ def test_block_masses_are_written_as_shares(tmp_path):
     ]  # 99.5 % to two digits
     assert [t.get_text() for t in ax.get_yticklabels()] == ["query", "value"]
     assert saved(ax, tmp_path)
-    with pytest.raises(ValueError, match="Must be a row and a column a label"):
+    with pytest.raises(ValueError, match="Must be one row and one column per label"):
         plots.block_mass_heatmap(["query"], torch.ones(2, 2))
 
 

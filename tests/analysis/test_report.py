@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from blockopt import find_blocks
-from blockopt.analysis.report import hessian_report
+from blockopt.analysis import Probes, hessian_report, measure_block
+from blockopt.blocks import BlockGroup
 from blockopt.cli.local_model import load_model, next_token_losses
+from tests.helpers.matrices import Products, normal, random_symmetric, with_spectrum
 
 GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
 LLAMA = {
@@ -75,14 +77,13 @@ def test_roles_of_small_blocks_are_exact(kind):
     model, ids = small_model(kind)
     names = [name for name, _ in model.named_parameters()]
     H = exact_matrix(model, ids, names)
-    report = hessian_report(
-        model, next_token_losses(model, ids, 8), num_steps=13, num_starts=8, top=3
-    )
+    probes = Probes(num_steps=13, num_starts=8, top=3)
+    report = hessian_report(model, next_token_losses(model, ids, 8), probes=probes)
     blocks = find_blocks(model, per_head=False, per_row=())
     tolerance = 1e-9 if kind == "gpt2" else 1e-5  # RMSNorm runs in float32
     assert sum(block.dimension for block in report.blocks.values()) == len(H)
-    for label, block in report.blocks.items():
-        where = entries_of(model, names, blocks, label)
+    for group, block in report.blocks.items():
+        where = entries_of(model, names, blocks, group.role)
         own = H[where][:, where]
         values = torch.linalg.eigvalsh(own)
         scale = float(own.norm())
@@ -104,13 +105,13 @@ def test_estimates_agree_with_the_exact_matrix_within_their_errors():
     names = [name for name, _ in model.named_parameters()]
     H = exact_matrix(model, ids, names)
     blocks = find_blocks(model, per_head=False, per_row=())
-    report = hessian_report(
-        model, next_token_losses(model, ids, 8), num_probes=40, num_steps=12, num_starts=2, top=2
-    )
-    estimated = [label for label, block in report.blocks.items() if not block.exact]
+    probes = Probes(num_probes=40, num_steps=12, num_starts=2, top=2)
+    report = hessian_report(model, next_token_losses(model, ids, 8), probes=probes)
+    estimated = [str(group) for group, block in report.blocks.items() if not block.exact]
     assert {"embedding", "mlp_in", "mlp_out"} <= set(estimated)
-    for label, block in report.blocks.items():
-        own = H[entries_of(model, names, blocks, label)][:, entries_of(model, names, blocks, label)]
+    for group, block in report.blocks.items():
+        where = entries_of(model, names, blocks, group.role)
+        own = H[where][:, where]
         trace, norm = float(own.trace()), float(own.norm())
         assert abs(block.trace.value - trace) <= 4 * block.trace.standard_error + 1e-9 * norm
         assert abs(block.frobenius.value - norm) <= 4 * block.frobenius.standard_error + 1e-9 * norm
@@ -122,7 +123,7 @@ def test_estimates_agree_with_the_exact_matrix_within_their_errors():
     assert abs(whole.trace.value - float(H.trace())) <= 4 * whole.trace.standard_error
     assert abs(whole.frobenius.value - float(H.norm())) <= 4 * whole.frobenius.standard_error
     assert float(whole.top[0]) == pytest.approx(_farthest(torch.linalg.eigvalsh(H)), rel=2e-4)
-    groups = [entries_of(model, names, blocks, label) for label in report.blocks]
+    groups = [entries_of(model, names, blocks, group.role) for group in report.blocks]
     diagonal = sum(float(H[where][:, where].square().sum()) for where in groups)
     share = report.mass.off_diagonal
     assert abs(share.value - (1 - diagonal / float(H.square().sum()))) <= 4 * share.standard_error
@@ -140,9 +141,7 @@ def test_standard_errors_are_those_of_repeated_runs():
             model,
             losses,
             only=["mlp.*.weight"],
-            num_probes=6,
-            num_starts=0,
-            generator=torch.Generator().manual_seed(seed),
+            probes=Probes(num_probes=6, num_starts=0, seed=seed),
         )
         for seed in range(15)
     ]
@@ -189,19 +188,22 @@ def test_gauss_newton_and_the_functional_part_sum_to_the_hessian():
 @pytest.mark.parametrize("by", ["layer", "tensor", "head"])
 def test_every_cut_covers_all_parameters(by):
     model, ids = small_model()
-    report = hessian_report(
-        model, next_token_losses(model, ids, 8), by=by, num_probes=2, num_starts=0
-    )
+    probes = Probes(num_probes=2, num_starts=0)
+    report = hessian_report(model, next_token_losses(model, ids, 8), by=by, probes=probes)
     assert sum(block.dimension for block in report.blocks.values()) == sum(
         p.numel() for p in model.parameters()
     )
-    label = {
-        "layer": "0.query",
-        "tensor": "attn.c_attn.weight:query",
-        "head": "attn.c_attn.weight query head 1",
+    name = "transformer.h.0.attn.c_attn.weight"
+    group, label = {
+        "layer": (BlockGroup("query", 0), "layer 0 query"),
+        "tensor": (BlockGroup("query", 0, name), f"{name} query"),
+        "head": (BlockGroup("query", 0, name, 1), f"{name} query head 1"),
     }[by]
-    (found,) = [block for name, block in report.blocks.items() if name.endswith(label)]
-    assert found.dimension == (8 if by == "head" else 16)
+    assert report.blocks[group].dimension == (8 if by == "head" else 16)
+    assert str(group) == label
+    assert label in {row["block"] for row in report.rows()}
+    assert label in report.to_dict()["blocks"]
+    assert label in report.to_dict()["mass"]["labels"]
 
 
 def test_a_head_is_its_own_columns():
@@ -215,7 +217,7 @@ def test_a_head_is_its_own_columns():
         torch.arange(48).reshape(4, 12)[:, 6:8].flatten()
     )  # keys of the second head: columns 6 and 7 of 12
     own = H[where][:, where]
-    block = report.blocks[f"{name} key head 1"]
+    block = report.blocks[BlockGroup("key", 0, name, 1)]
     torch.testing.assert_close(block.spectrum.nodes, torch.linalg.eigvalsh(own), rtol=0, atol=1e-12)
     assert report.whole.dimension == 48
     assert report.whole.trace.value == pytest.approx(float(H.trace()), rel=1e-9)
@@ -224,9 +226,10 @@ def test_a_head_is_its_own_columns():
 def test_only_takes_the_names_with_and_without_what_is_around():
     model, ids = small_model()
     losses = next_token_losses(model, ids, 8)
-    short = hessian_report(model, losses, only=["h.0.mlp.*"], num_starts=0)
-    full = hessian_report(model, losses, only=["transformer.h.0.mlp.*"], num_starts=0)
-    assert list(short.blocks) == ["mlp_in", "mlp_out", "bias"]
+    probes = Probes(num_starts=0)
+    short = hessian_report(model, losses, only=["h.0.mlp.*"], probes=probes)
+    full = hessian_report(model, losses, only=["transformer.h.0.mlp.*"], probes=probes)
+    assert list(short.blocks) == [BlockGroup(role) for role in ("mlp_in", "mlp_out", "bias")]
     assert short.rows() == full.rows()
     with pytest.raises(ValueError, match="Invalid only='nothing'"):
         hessian_report(model, losses, only=["h.0.mlp.*", "nothing"])
@@ -234,7 +237,8 @@ def test_only_takes_the_names_with_and_without_what_is_around():
 
 def test_without_starts_there_are_no_spectra():
     model, ids = small_model()
-    report = hessian_report(model, next_token_losses(model, ids, 8), num_starts=0)
+    probes = Probes(num_starts=0)
+    report = hessian_report(model, next_token_losses(model, ids, 8), probes=probes)
     assert report.distance == {}
     assert {block.spectrum for block in report.blocks.values()} == {None}
     assert all(line.split()[-1] == "-" for line in report.table().splitlines()[1:])
@@ -245,12 +249,12 @@ def test_without_starts_there_are_no_spectra():
 def test_exact_builds_every_block_however_few_steps_there_are():
     model, ids = small_model()
     losses = next_token_losses(model, ids, 8)
-    report = hessian_report(model, losses, exact=True, num_steps=2, num_starts=1)
+    probes = Probes(exact=True, num_steps=2, num_starts=1)
+    report = hessian_report(model, losses, probes=probes)
     assert all(block.exact for block in report.blocks.values())
     assert not report.whole.exact
-    assert (
-        len(report.blocks["embedding"].spectrum.nodes) == report.blocks["embedding"].dimension == 44
-    )
+    embedding = report.blocks[BlockGroup("embedding")]
+    assert len(embedding.spectrum.nodes) == embedding.dimension == 44
 
 
 def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
@@ -272,8 +276,7 @@ def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
     report = hessian_report(
         model,
         next_token_losses(model, ids, 8),
-        exact=True,
-        num_starts=0,
+        probes=Probes(exact=True, num_starts=0),
         only=["mlp.*"],
         announce=announce,
     )
@@ -292,9 +295,8 @@ def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
 def test_tables_fit_and_long_labels_keep_both_ends():
     model, ids = small_model("llama")
     losses = next_token_losses(model, ids, 8)
-    report = hessian_report(
-        model, losses, by="head", only=["self_attn.*"], num_probes=2, num_starts=0, top=9
-    )
+    probes = Probes(num_probes=2, num_starts=0, top=9)
+    report = hessian_report(model, losses, by="head", only=["self_attn.*"], probes=probes)
     for table in (report.table(), report.eigenvalue_table(), report.table(80)):
         widths = {len(line) for line in table.splitlines()}
         assert len(widths) == 1
@@ -318,7 +320,7 @@ def test_a_block_without_curvature_does_no_harm(tmp_path):
     model = Unused().double()
     x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     report = hessian_report(model, lambda: model(x), by="tensor")
-    assert report.blocks["unused.weight:other"].frobenius.value == 0
+    assert report.blocks[BlockGroup("other", None, "unused.weight")].frobenius.value == 0
     assert report.spread.num_blocks == 1  # what has no curvature is left out
     assert report.spread.ratio == 1
     assert report.mass.off_diagonal.value == 0
@@ -335,10 +337,6 @@ def test_a_block_without_curvature_does_no_harm(tmp_path):
             {"by": "column"},
             "Invalid by='column'. Must be one of 'role', 'layer', 'tensor', 'head'.",
         ),
-        ({"top": 0}, "Invalid top=0. Must be an integer >= 1."),
-        ({"num_probes": 1}, "Invalid num_probes=1. Must be an integer >= 2."),
-        ({"num_steps": 1}, "Invalid num_steps=1. Must be an integer >= 2."),
-        ({"num_starts": -1}, "Invalid num_starts=-1. Must be an integer >= 0."),
     ],
 )
 def test_wrong_options_of_the_report(options, message):
@@ -346,6 +344,16 @@ def test_wrong_options_of_the_report(options, message):
     with pytest.raises(ValueError, match="Invalid") as caught:
         hessian_report(model, lambda: model(torch.ones(1, 2)).square().sum(), **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "smallest"),
+    [("top", 0, 1), ("num_probes", 1, 2), ("num_steps", 1, 2), ("num_starts", -1, 0)],
+)
+def test_wrong_numbers_of_probes(name, value, smallest):
+    with pytest.raises(ValueError, match="Invalid") as caught:
+        Probes(**{name: value})
+    assert str(caught.value) == f"Invalid {name}={value}. Must be an integer >= {smallest}."
 
 
 def test_what_is_no_closure_is_told():
@@ -362,9 +370,65 @@ def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypa
     with pytest.raises(
         ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"
     ):
-        hessian_report(model, closure, exact=True)
+        hessian_report(model, closure, probes=Probes(exact=True))
     big = nn.Linear(10_000, 1, bias=False)
     with pytest.raises(
         ValueError, match=r"36 vectors of 10,000 parameters need 0\.0 GiB, and 0\.0 GiB are free"
     ):
         hessian_report(big, lambda: big(torch.ones(1, 10_000)).square().sum())
+
+
+# One operator alone
+
+
+def test_small_operators_are_measured_exactly():
+    A = Products(random_symmetric(20))
+    found = measure_block(A)
+    values = torch.linalg.eigvalsh(A.matrix)
+    assert A.count == found.dimension == 20
+    assert found.exact
+    assert found.trace == (pytest.approx(float(values.sum())), 0, 20)
+    assert found.frobenius == (pytest.approx(float(A.matrix.norm())), 0, 20)
+    assert float(found.top[0]) == pytest.approx(_farthest(values))
+    assert found.negative == (
+        pytest.approx(float((values < 0).double().mean())),
+        pytest.approx(float(-values.clamp(max=0).sum() / values.abs().sum())),
+    )
+    torch.testing.assert_close(found.spectrum.nodes, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_operators_are_estimated(dtype):
+    values = torch.cat([normal(290), torch.linspace(5, 9, 9), torch.tensor([-20.0])]).double()
+    A = Products(with_spectrum(values).to(dtype))
+    found = measure_block(A, Probes(num_probes=100, num_starts=9))
+    assert not found.exact
+    assert abs(found.trace.value - float(values.sum())) < 3 * found.trace.standard_error
+    assert abs(found.frobenius.value - float(values.norm())) < 3 * found.frobenius.standard_error
+    assert found.frobenius.standard_error < 0.1 * found.frobenius.value
+    assert found.trace.num_products == found.frobenius.num_products == 100
+    assert float(found.top[0]) == pytest.approx(-20, rel=1e-4)
+    assert found.negative.of_count == pytest.approx(float((values < 0).double().mean()), abs=0.1)
+    mass = float(-values.clamp(max=0).sum() / values.abs().sum())
+    assert found.negative.of_mass == pytest.approx(mass, abs=0.03)
+
+
+@pytest.mark.parametrize("size", [5, 150])
+def test_zero_operators(size):
+    found = measure_block(Products(torch.zeros(size, size)))
+    assert found.trace.value == found.frobenius.value == float(found.top[0]) == 0
+    assert found.negative == (0, 0)
+    assert found.frobenius.standard_error == 0
+
+
+def test_probes_decide_how_much_is_measured_of_an_operator():
+    A = Products(random_symmetric(150))
+    other = measure_block(A, Probes(num_probes=20, num_steps=10, num_starts=2, seed=3))
+    assert len(other.spectrum.nodes) == 20
+    assert other.trace.num_products == 20
+    first, second = measure_block(A), measure_block(A)
+    assert first.trace == second.trace != other.trace
+    assert torch.equal(first.top, second.top)
+    assert len(measure_block(A, Probes(top=4, num_starts=0)).top) == 4
+    with pytest.raises(FloatingPointError, match="not finite"):
+        measure_block(Products(random_symmetric(150) * torch.nan))

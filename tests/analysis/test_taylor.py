@@ -9,7 +9,7 @@ from torch import nn
 
 from blockopt import find_blocks
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
-from blockopt.blocks.groups import block_groups
+from blockopt.blocks import BlockGroup, block_groups
 from tests.helpers.dense_hessians import build, hessian, language_loss, trainable
 from tests.helpers.models import block_index
 from tests.helpers.optimizers import tiny_gpt, token_loss
@@ -153,9 +153,10 @@ def test_only_what_moves_is_a_group(model):
     whole = random_update(model, 0.1)
     update = {name: whole[name] for name in ("head.weight", "layers.0.q_proj.weight")}
     found = loss_difference(model, language_loss(model), update)
-    assert found.labels == ("layers.0.q_proj.weight:query", "head.weight:head")
+    query = BlockGroup("query", 0, "layers.0.q_proj.weight")
+    assert found.labels == (query, BlockGroup("head", None, "head.weight"))
     assert found.curvature.shape == (2, 2)
-    assert "layers.0.q_proj.weight:query" in str(found)
+    assert "layers.0.q_proj.weight query" in str(found)
     assert "jointly" in str(found)
     assert f"{found.actual:.4g}" in str(found)
 

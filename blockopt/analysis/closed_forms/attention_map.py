@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.checks import check_number, check_option, check_tensors
-from blockopt.analysis.operators.dense import check_memory
+from blockopt.analysis.closed_forms.checks import check_number, check_tensors
+from blockopt.analysis.memory import check_memory
+from blockopt.checks import check_choice
 
 ROLES = ("query", "query_key", "key", "value", "output")
 SCORE_ROLES = ("query", "query_key", "key")
@@ -358,8 +359,8 @@ class AttentionMap:
 
 
 def _check_options(W_K: Tensor | None, activation: str, parametrization: str) -> None:
-    check_option("activation", activation, get_args(Activation))
-    check_option("parametrization", parametrization, get_args(Parametrization))
+    check_choice("activation", activation, get_args(Activation))
+    check_choice("parametrization", parametrization, get_args(Parametrization))
     if (W_K is None) != (parametrization == "single"):
         fix = (
             "pass W_QK as W_Q, and None for W_K"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from blockopt.checks import check_choice
+
 Part = Literal["outer", "functional", "full"]
-
-
-def check_option(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` unless the value is one of those allowed."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(
-            f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}."
-        )
 
 
 def check_part(part: str) -> None:
     """Raise `ValueError` unless `part` is one of "outer", "functional" and "full"."""
-    check_option("part", part, get_args(Part))
+    check_choice("part", part, get_args(Part))
 
 
 def check_number(name: str, value: object, count: int) -> None:

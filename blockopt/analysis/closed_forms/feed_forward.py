@@ -30,7 +30,7 @@ from blockopt.analysis.closed_forms.checks import Part, check_number, check_part
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices, PositionMatrices
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
 from blockopt.analysis.closed_forms.unit_matrices import UnitMatrices
-from blockopt.analysis.operators.dense import check_memory
+from blockopt.analysis.memory import check_memory
 
 Activation = Literal["identity", "relu", "gelu", "gelu_tanh", "silu"]
 CHUNK_BYTES = 2**27

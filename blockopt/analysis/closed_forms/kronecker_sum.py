@@ -17,8 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockopt.analysis.spectral.eigenpairs import Which, top_eigenpairs
-
 
 class PositionMatrices(Protocol):
     """The symmetric matrices `E_i` of all positions i."""
@@ -135,10 +133,6 @@ class KroneckerSum:
     def frobenius(self) -> Tensor:
         """The Frobenius norm."""
         return self.squared_frobenius().clamp(min=0).sqrt()
-
-    def top_eigenvalues(self, k: int = 1, which: Which = "largest magnitude") -> Tensor:
-        """The k outermost eigenvalues, by `top_eigenpairs`."""
-        return top_eigenpairs(self, k, which=which).values
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """`H v` for v of shape (p r,) or (p r, k)."""

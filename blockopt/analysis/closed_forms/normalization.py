@@ -33,7 +33,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.checks import check_option, check_tensors
+from blockopt.analysis.closed_forms.checks import check_tensors
+from blockopt.checks import check_choice
 
 NormKind = Literal["layer", "rms"]
 
@@ -75,7 +76,7 @@ class Normalization:
         bias: Tensor | None = None,
         epsilon: float = 1e-5,
     ) -> None:
-        check_option("kind", kind, get_args(NormKind))
+        check_choice("kind", kind, get_args(NormKind))
         if x.ndim == 0:
             raise ValueError("Invalid x of shape (). Must have at least one row.")
         check_tensors(
@@ -156,7 +157,7 @@ class Normalization:
 
     def parameter_jacobian(self, role: Literal["gain", "bias"]) -> Tensor:
         """∂output/∂γ, diag(y), or ∂output/∂β, the identity, of each row (..., d, d)."""
-        check_option("role", role, ("gain", "bias"))
+        check_choice("role", role, ("gain", "bias"))
         return torch.diag_embed(
             self.normalized if role == "gain" else torch.ones_like(self.normalized)
         )

@@ -19,11 +19,12 @@ from blockopt.analysis.closed_forms.attention_map import (
     assemble,
     outer_matrices,
 )
-from blockopt.analysis.closed_forms.checks import check_number, check_option
+from blockopt.analysis.closed_forms.checks import check_number
 from blockopt.analysis.closed_forms.key_matrices import KeyMatrices
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices, SharedMatrix
 from blockopt.analysis.closed_forms.output_loss import OutputLoss, SquaredError
-from blockopt.analysis.operators.dense import check_memory
+from blockopt.analysis.memory import check_memory
+from blockopt.checks import check_choice
 
 __all__ = ["AttentionMap", "Part", "SelfAttentionHessian"]
 
@@ -133,7 +134,7 @@ class SelfAttentionHessian:
             heads: The head of each; all heads one after the other by default, (H n_row, H
                 n_column).
         """
-        check_option("part", part, get_args(Part))
+        check_choice("part", part, get_args(Part))
         for role in (row, column):
             self.attention.size(role)  # raises if there is none
         if heads is not None and (not isinstance(heads, tuple) or len(heads) != 2):
@@ -170,7 +171,7 @@ class SelfAttentionHessian:
         Raises:
             ValueError: If it does not fit into memory: `factored` does.
         """
-        check_option("part", part, get_args(Part))
+        check_choice("part", part, get_args(Part))
         places = [(role, head) for role in self.roles for head in range(self.num_heads)]
         factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]

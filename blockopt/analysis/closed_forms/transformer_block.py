@@ -44,7 +44,7 @@ from blockopt.analysis.closed_forms.biased_attention import (
     FIRST_ROLES,
     BiasedAttention,
 )
-from blockopt.analysis.closed_forms.checks import Part, check_option, check_part, check_tensors
+from blockopt.analysis.closed_forms.checks import Part, check_part, check_tensors
 from blockopt.analysis.closed_forms.feed_forward import (
     MLP_ROLES,
     Activation,
@@ -55,7 +55,8 @@ from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
 from blockopt.analysis.closed_forms.normalization import Normalization, NormKind
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
-from blockopt.analysis.operators.dense import check_memory
+from blockopt.analysis.memory import check_memory
+from blockopt.checks import check_choice
 
 Arrangement = Literal["pre", "post"]
 NORM_ROLES = (*FIRST_ROLES, "middle_gain", "middle_bias", "final_gain", "final_bias")
@@ -185,8 +186,8 @@ class TransformerBlockHessian:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> None:
-        check_option("arrangement", arrangement, get_args(Arrangement))
-        check_option("norm", norm, (*get_args(NormKind), None))
+        check_choice("arrangement", arrangement, get_args(Arrangement))
+        check_choice("norm", norm, (*get_args(NormKind), None))
         if X.ndim not in (2, 3):
             raise ValueError(f"Invalid X of shape {tuple(X.shape)}. Must be (L, d) or (B, L, d).")
         _check_weights(weights, arrangement, norm, final_norm)

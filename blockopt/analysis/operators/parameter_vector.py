@@ -3,218 +3,199 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import Blocks
-from blockopt.blocks.split import block_numel, expand
-from blockopt.measure.closures import checked_blocks, trainable
+from blockopt.blocks import ROLES, BlockGroup, Blocks, Level, block_groups, block_numel, expand
+from blockopt.blocks.find import checked_blocks
+from blockopt.measure.closures import trainable_parameters
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
+Member = tuple[str, int | None]  # a parameter, or the block of that number in it
 
 
 class ParameterVector:
-    """Parameters of a model, flattened row-major one after another, or one block of one of them.
+    """Parameters of a model, or blocks of them, each flattened row-major, one after another.
 
     Args:
         model: Any module.
         names: The parameters; by default all that are trainable.
-        blocks: What `find_blocks(model)` returns; found when asked for by default, since not all
-            models can be read.
+        blocks: What `find_blocks(model)` returns. By default the blocks are found when they are
+            first asked for, since not all models can be read.
 
     Attributes:
-        names: The names of the parameters, in the order of `model.named_parameters()`, which is
-            that of the vector.
-        shape: `(n, n)`, that of an operator on these vectors.
+        names: The parameters that the vector touches, in the order of `model.named_parameters()`.
+        shape: `(n, n)`, the shape of an operator on these vectors.
     """
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str] | None, blocks: Mapping[str, Blocks] | None
+        self,
+        model: nn.Module,
+        names: Iterable[str] | None = None,
+        blocks: Mapping[str, Blocks] | None = None,
     ) -> None:
         self._model = model
         self._blocks = None if blocks is None else checked_blocks(model, blocks)
-        self._index: int | None = None  # of the block in its parameter
-        self._entries: Tensor | None = None  # where that block lies in its parameter, flat
-        self._labels: dict[str, tuple[str, int]] | None = None
-        self.names = _checked_names(names, trainable(model))
-        size = sum(p.numel() for p in self._parameters().values())
-        self.shape = (size, size)
+        self._shapes = {name: p.shape for name, p in trainable_parameters(model).items()}
+        self._block_sizes: dict[str, list[int]] = {}
+        self._set([(name, None) for name in _checked_names(names, self._shapes)])
+
+    def _set(self, members: Sequence[Member]) -> None:
+        self._members = tuple(members)
+        self.names = tuple(dict.fromkeys(name for name, _ in members))
+        self._sizes = [self._size(member) for member in members]
+        self.shape = (sum(self._sizes), sum(self._sizes))
+        self._places: dict[Member, Tensor] = {}  # of blocks in their parameters, once needed
+
+    def _part(self, members: Sequence[Member]) -> ParameterVector:
+        part = copy.copy(self)
+        part._set(members)
+        return part
+
+    def __str__(self) -> str:
+        """Return the name of its one parameter or block, or the number of parameters."""
+        (name, number), *others = self._members
+        if others:
+            return f"{len(self.names)} parameters"
+        return name if number is None else f"{name}, block {number}"
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the parameters; the wider one if they differ."""
-        return reduce(torch.promote_types, (p.dtype for p in self._parameters().values()))
+        """The dtype of the parameters; the widest one if they differ."""
+        return reduce(torch.promote_types, (p.dtype for p in self.parameters().values()))
 
     @property
     def device(self) -> torch.device:
-        """That of the first parameter."""
-        return next(iter(self._parameters().values())).device
+        """The device of the first parameter."""
+        return next(iter(self.parameters().values())).device
 
-    def block(self, name: str, index: int | None = None) -> Self:
-        """The diagonal block of one parameter, or of one of its blocks, such as a head. Only that one is differentiated.
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters, looked up each time since those of a model may be replaced."""
+        found = trainable_parameters(self._model)
+        frozen = next((name for name in self.names if name not in found), None)
+        if frozen is not None:
+            raise ValueError(f"{frozen!r} is no longer trainable. Make a new operator.")
+        return {name: found[name] for name in self.names}
+
+    def block(self, which: str | BlockGroup, index: int | None = None) -> ParameterVector:
+        """Return the part that holds one parameter, or one of its blocks.
 
         Args:
-            name: Of the parameter, or a label of `blocks()`.
-            index: Of the block among those of the parameter in `blocks`, from 0; by default the
-                whole parameter.
+            which: The name of a parameter, or a group of `blocks()` that names one.
+            index: The number of the block in the parameter, from 0; by default all of it.
 
         Raises:
             ValueError: If there is no such parameter or block.
         """
-        name, index = self._find(name, index)
-        size = self._parameters()[name].numel() if index is None else self._sizes(name)[index]
-        return self._part((name,), index, size)
+        return self._part(self._find(which, index))
 
-    def blocks(self) -> dict[str, Self]:
-        """All diagonal blocks by label, such as `h.0.attn.c_attn.weight query head 1`.
+    def blocks(self, by: Level = "head") -> dict[BlockGroup, ParameterVector]:
+        """Return the part of each group of blocks.
 
-        Rows of embeddings and MLPs are blocks of their own, many, unless `blocks=find_blocks(model,
-        per_row=())` was given.
+        Args:
+            by: As for `block_groups`. "role" and "layer" pool blocks of several parameters.
         """
-        sizes = {name: self._sizes(name) for name in self.names}
-        return {
-            label: self._part((name,), i, sizes[name][i])
-            for label, (name, i) in self._all_labels().items()
-        }
+        blocks = self._found_blocks()
+        groups, numbers = block_groups({name: blocks[name] for name in self.names}, by)
+        held = set(self._members)
+        members: list[list[Member]] = [[] for _ in groups]
+        for name, group_of in numbers.items():
+            for index, number in enumerate(group_of.tolist()):
+                if (name, None) in held or (name, index) in held:
+                    members[number].append((name, index))
+        found = {group: some for group, some in zip(groups, members) if some}
+        if by in ("role", "layer"):
+            found = dict(sorted(found.items(), key=lambda item: _layer_and_role(item[0])))
+        return {group: self._part(self._merged(some)) for group, some in found.items()}
 
-    def _part(self, names: tuple[str, ...], index: int | None, size: int) -> Self:
-        part = copy.copy(self)
-        part.names, part._index, part.shape = names, index, (size, size)
-        return part
-
-    def _sizes(self, name: str) -> list[int]:
-        """The number of entries of each block."""
-        return block_numel(
-            tuple(self._parameters()[name].shape), self._found_blocks()[name].split
-        ).tolist()
-
-    def restrict(self, names: Iterable[str]) -> Self:
-        """The same on some of the parameters; the others are constants.
+    def restrict(self, names: Iterable[str]) -> ParameterVector:
+        """Return the part on some of the parameters; the others are constants.
 
         Raises:
             ValueError: If a name is wrong.
         """
-        parameters = self._parameters()
-        chosen = _checked_names(names, parameters)
-        size = sum(parameters[name].numel() for name in chosen)
-        return self._part(chosen, self._index, size if self._index is None else self.shape[0])
+        chosen = _checked_names(names, self.names)
+        return self._part([member for member in self._members if member[0] in chosen])
 
-    def entries(self, name: str, index: int | None = None) -> Tensor:
-        """Where a parameter, or one of its blocks, lies in the vector. Arguments as for `block`."""
-        name, index = self._find(name, index)
-        if self._index is not None:
-            return torch.arange(self.shape[0])
-        sizes = {n: p.numel() for n, p in self._parameters().items()}
-        start = sum(sizes[n] for n in self.names[: self.names.index(name)])
-        return start + (
-            torch.arange(sizes[name]) if index is None else self._entries_of(name, index)
-        )
+    def entries(
+        self, which: str | BlockGroup | ParameterVector, index: int | None = None
+    ) -> Tensor:
+        """Return where a parameter, a block or a part lies in the vector.
+
+        Args:
+            which: As for `block`, or a part that `block`, `blocks` or `restrict` returned.
+            index: As for `block`.
+        """
+        wanted = which._members if isinstance(which, ParameterVector) else self._find(which, index)
+        starts = dict(zip(self._members, accumulate(self._sizes, initial=0)))
+        pieces = []
+        for name, number in wanted:
+            if (name, number) in starts:
+                inside = torch.arange(self._size((name, number)))
+                pieces.append(starts[name, number] + inside)
+            else:
+                pieces.append(starts[name, None] + self._place((name, number)))
+        return torch.cat(pieces)
 
     def to_dict(self, v: Tensor) -> dict[str, Tensor]:
-        """A vector as `{name: tensor of the parameter's shape}`, zero outside of the block if the operator has only one."""
-        self._check_vector(v, ndims=(1,))
-        pieces = self._unflatten(v.detach().unsqueeze(0))
+        """Return a vector as `{name: tensor}`, zero outside of its blocks."""
+        self.check(v, ndims=(1,))
+        pieces = self.unflatten(v.detach().unsqueeze(0))
         return {name: piece.squeeze(0) for name, piece in zip(self.names, pieces)}
 
     def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of `to_dict`; other names and what is outside of the block are left out.
+        """Return the inverse of `to_dict`; other names and other blocks are left out.
 
         Raises:
             ValueError: If a parameter is missing or its shape differs.
         """
-        for name, p in self._parameters().items():
+        for name, p in self.parameters().items():
             if name not in values or values[name].shape != p.shape:
                 got = f"has shape {tuple(values[name].shape)}" if name in values else "is missing"
                 raise ValueError(
                     f"Invalid values: {name!r} {got}. Must be a tensor of shape {tuple(p.shape)}."
                 )
-        return self._flatten([values[name].detach().unsqueeze(0) for name in self.names]).squeeze(0)
+        return self.flatten([values[name].detach().unsqueeze(0) for name in self.names]).squeeze(0)
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Looked up each time: those of a model may be replaced."""
-        found = trainable(self._model)
-        frozen = next((name for name in self.names if name not in found), None)
-        if frozen is not None:
-            raise ValueError(f"{frozen!r} is trainable no more. Make a new {type(self).__name__}.")
-        return {name: found[name] for name in self.names}
+    def unflatten(self, rows: Tensor) -> list[Tensor]:
+        """Return m vectors (m, n) as one tensor (m, *shape) for each parameter."""
+        pieces = dict(zip(self._members, rows.split(self._sizes, 1)))
+        found = []
+        for name, p in self.parameters().items():
+            whole = pieces.get((name, None))
+            if whole is None:
+                whole = rows.new_zeros(len(rows), p.numel())
+                for member, piece in pieces.items():
+                    if member[0] == name:
+                        whole.index_copy_(1, self._place(member).to(rows.device), piece)
+            found.append(whole.reshape(len(rows), *p.shape).to(p))
+        return found
 
-    def _unflatten(self, rows: Tensor) -> list[Tensor]:
-        parameters = self._parameters()
-        if self._index is not None:
-            (p,) = parameters.values()
-            rows = rows.new_zeros(len(rows), p.numel()).index_copy(
-                1, self._own_entries(rows.device), rows
-            )
-        pieces = rows.split([p.numel() for p in parameters.values()], 1)
-        return [
-            piece.reshape(len(rows), *p.shape).to(p)
-            for piece, p in zip(pieces, parameters.values())
-        ]
-
-    def _flatten(self, pieces: Sequence[Tensor]) -> Tensor:
+    def flatten(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the inverse of `unflatten`, (m, n)."""
         dtype, device = self.dtype, self.device
-        rows = torch.cat([piece.reshape(len(piece), -1).to(device, dtype) for piece in pieces], 1)
-        return rows if self._index is None else rows[:, self._own_entries(device)]
-
-    def _own_entries(self, device: torch.device) -> Tensor:
-        if self._entries is None and self._index is not None:
-            self._entries = self._entries_of(self.names[0], self._index)
-        return self._entries.to(device)  # type: ignore[union-attr]
-
-    def _entries_of(self, name: str, index: int) -> Tensor:
-        shape, split = self._parameters()[name].shape, self._found_blocks()[name].split
-        if split is None:
-            return torch.arange(shape.numel())
-        numbers = expand(torch.arange(split.num_blocks), split, len(shape))
-        return (numbers == index).expand(shape).flatten().nonzero().flatten()
-
-    def _found_blocks(self) -> Mapping[str, Blocks]:
-        if self._blocks is None:  # not before it is asked for: not all models can be read
-            self._blocks = checked_blocks(self._model, None)
-        return self._blocks
-
-    def _all_labels(self) -> dict[str, tuple[str, int]]:
-        if self._labels is None:
-            blocks = self._found_blocks()
-            self._labels = {
-                label: (n, i) for n in blocks for i, label in enumerate(_labels_of(n, blocks[n]))
-            }
-        return {
-            label: (name, index)
-            for label, (name, index) in self._labels.items()
-            if name in self.names and self._index in (None, index)
+        flat = {
+            name: piece.reshape(len(piece), -1).to(device, dtype)
+            for name, piece in zip(self.names, pieces)
         }
+        return torch.cat(
+            [
+                flat[name] if number is None else flat[name][:, self._place((name, number))]
+                for name, number in self._members
+            ],
+            1,
+        )
 
-    def _find(self, name: str, index: int | None) -> tuple[str, int | None]:
-        if index is None and name not in self.names and name in self._all_labels():
-            name, index = self._all_labels()[name]
-        if name not in self.names:
-            raise ValueError(
-                f"Invalid name={name!r}. Must be one of the operator's parameters, such as {self.names[0]!r}."
-            )
-        if index is None:
-            return name, self._index
-        number = self._found_blocks()[name].num_blocks
-        if index not in range(number):
-            raise ValueError(
-                f"Invalid index={index}. Must be in 0..{number - 1}, the blocks of {name!r}."
-            )
-        if self._index not in (None, index):
-            raise ValueError(
-                f"Invalid index={index}. This operator is block {self._index} of {name!r} already."
-            )
-        return name, index
-
-    def _check_vector(self, v: Any, ndims: tuple[int, ...] = (1, 2)) -> None:
+    def check(self, v: Any, ndims: tuple[int, ...] = (1, 2)) -> None:
+        """Raise `TypeError` or `ValueError` unless `v` is a vector (n,), or columns (n, k)."""
         if not isinstance(v, Tensor):
             raise TypeError(
-                f"Invalid v of type {type(v).__name__}. Must be a tensor: torch.as_tensor(v, dtype=operator.dtype)."
+                f"Invalid v of type {type(v).__name__}. Must be a tensor: "
+                "torch.as_tensor(v, dtype=operator.dtype)."
             )
         size = self.shape[0]
         if v.ndim not in ndims or len(v) != size:
@@ -222,7 +203,8 @@ class ParameterVector:
             raise ValueError(f"Invalid v of shape {tuple(v.shape)}. Must be {shapes}.")
         if v.dtype != self.dtype:
             raise TypeError(
-                f"Invalid v of {v.dtype}. Must be {self.dtype}, that of the parameters: v.to(operator.dtype)."
+                f"Invalid v of {v.dtype}. Must be {self.dtype}, that of the parameters: "
+                "v.to(operator.dtype)."
             )
         if v.device != self.device:
             raise ValueError(
@@ -231,15 +213,82 @@ class ParameterVector:
         if not all_finite(v):
             raise ValueError("Invalid v: it has entries that are NaN or infinite.")
 
+    def _size(self, member: Member) -> int:
+        name, number = member
+        if number is None:
+            return self._shapes[name].numel()
+        if name not in self._block_sizes:  # once for all blocks: an embedding has many
+            split = self._found_blocks()[name].split
+            self._block_sizes[name] = block_numel(tuple(self._shapes[name]), split).tolist()
+        return self._block_sizes[name][number]
+
+    def _place(self, member: Member) -> Tensor:
+        """Where the block of a member lies in its parameter, flattened."""
+        if member not in self._places:
+            name, number = member
+            shape, split = self._shapes[name], self._found_blocks()[name].split
+            assert split is not None  # otherwise the member is the whole parameter
+            numbers = expand(torch.arange(split.num_blocks), split, len(shape))
+            inside = numbers.eq(number).expand(shape).flatten()  # type: ignore[arg-type]
+            self._places[member] = inside.nonzero().flatten()
+        return self._places[member]
+
+    def _found_blocks(self) -> Mapping[str, Blocks]:
+        if self._blocks is None:
+            self._blocks = checked_blocks(self._model, None)
+        return self._blocks
+
+    def _merged(self, members: Sequence[Member]) -> list[Member]:
+        """The same with a whole parameter in the place of all of its blocks."""
+        numbers: dict[str, list[int | None]] = {}
+        for name, number in members:
+            numbers.setdefault(name, []).append(number)
+        merged: list[Member] = []
+        for name, some in numbers.items():
+            whole = len(some) == self._found_blocks()[name].num_blocks
+            merged += [(name, None)] if whole else [(name, number) for number in some]
+        return merged
+
+    def _find(self, which: str | BlockGroup, index: int | None) -> Sequence[Member]:
+        name = which.parameter if isinstance(which, BlockGroup) else which
+        if name not in self.names:
+            what = f"group '{which}'" if isinstance(which, BlockGroup) else f"name={which!r}"
+            raise ValueError(
+                f"Invalid {what}. Must be of one of the operator's parameters, such as "
+                f"{self.names[0]!r}; blocks(by) has groups of several parameters."
+            )
+        held = [member for member in self._members if member[0] == name]
+        if isinstance(which, BlockGroup):
+            given, roles = f"group '{which}'", self._found_blocks()[name].block_roles
+            numbers = [number for number, role in enumerate(roles) if role == which.role]
+            if which.head is not None:
+                numbers = numbers[which.head : which.head + 1]
+        elif index is None:
+            return held
+        else:
+            given, roles = f"index={index}", self._found_blocks()[name].block_roles
+            numbers = [index] if index in range(len(roles)) else []
+        if not numbers:
+            raise ValueError(
+                f"Invalid {given}. Must be in 0..{len(roles) - 1}, the blocks of {name!r}."
+            )
+        wanted = self._merged([(name, number) for number in numbers])
+        if (name, None) not in held and not set(wanted) <= set(held):
+            own = ", ".join(str(number) for _, number in held)
+            raise ValueError(f"Invalid {given}. This operator holds block {own} of {name!r} only.")
+        return wanted
+
 
 def all_finite(x: Tensor) -> bool:
     """Whether no entry is NaN or infinite; by their sum first, which takes a tenth of the time."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
-def _checked_names(
-    names: Iterable[str] | None, parameters: Mapping[str, Tensor]
-) -> tuple[str, ...]:
+def _layer_and_role(group: BlockGroup) -> tuple[int, int]:
+    return -1 if group.layer is None else group.layer, ROLES.index(group.role)
+
+
+def _checked_names(names: Iterable[str] | None, parameters: Collection[str]) -> tuple[str, ...]:
     if not parameters:
         raise ValueError("Invalid model: it has no trainable parameters.")
     if names is None:
@@ -249,26 +298,8 @@ def _checked_names(
     if wrong is not None or not chosen:
         what = "empty" if wrong is None else f"{wrong!r} is none of the trainable parameters"
         raise ValueError(
-            f"Invalid names: {what}. Must be among those of model.named_parameters() that require a gradient, such as "
-            f"{next(iter(parameters))!r}; a tied parameter has the first of its names only."
+            f"Invalid names: {what}. Must be among those of model.named_parameters() that require "
+            f"a gradient, such as {next(iter(parameters))!r}; a tied parameter has only the first "
+            "of its names."
         )
     return tuple(name for name in parameters if name in chosen)
-
-
-def _labels_of(name: str, blocks: Blocks) -> list[str]:
-    """`name role`, with a number where a role has several blocks: of heads, of rows or columns, or of blocks."""
-    roles, seen = blocks.block_roles, Counter[str]()
-    number, labels = Counter(roles), []
-    for role in roles:
-        unit = "head" if role in ("query", "key", "value", "output") else "block"
-        if (
-            unit == "block"
-            and blocks.split is not None
-            and blocks.split.num_blocks == blocks.split.length
-        ):
-            unit = "column" if blocks.split.dim else "row"
-        labels.append(
-            f"{name} {role} {unit} {seen[role]}" if number[role] > 1 else f"{name} {role}"
-        )
-        seen[role] += 1
-    return labels

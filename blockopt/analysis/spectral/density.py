@@ -1,16 +1,16 @@
-"""The spectrum of a symmetric operator known by its products alone: Lanczos, and the density that its quadrature gives."""
+"""The spectrum of a symmetric operator from products alone: Lanczos, and the spectral density."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockopt.analysis.progress import progress_bar
 from blockopt.analysis.spectral.products import (
-    check_count,
+    SymmetricOperator,
     orthogonal_product,
     orthogonal_start,
     product,
@@ -20,39 +20,16 @@ from blockopt.analysis.spectral.products import (
     size,
     unit_start,
 )
+from blockopt.checks import check_count
 from blockopt.measure.closures import default_generator
 
 
-class SymmetricOperator(Protocol):
-    """What `A @ v` needs: a real symmetric matrix known by its products with `v` of shape (n,) or (n, k).
-
-    A square tensor is one.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(n, n)."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the vectors it takes and returns."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """That of the vectors it takes and returns."""
-        ...
-
-    def __matmul__(self, other: Tensor, /) -> Tensor: ...
-
-
 class Lanczos(NamedTuple):
-    """`A V = V T + remainder · v eᵀ`: `V` has m orthonormal columns, `T` is tridiagonal, `e` is the last unit vector.
+    """`A V = V T + remainder · v eᵀ` with m orthonormal columns `V` and a tridiagonal `T`.
 
     `alphas` (m,) is the diagonal of `T`, `betas` (m - 1,) its off-diagonal, 0 where a new vector
-    was drawn, `basis` (n, m) is `V`, and `remainder` is 0 if the basis spans an invariant subspace.
-    All in float64.
+    was drawn. `basis` (n, m) is `V`, `e` the last unit vector, and `remainder` is 0 if the basis
+    spans an invariant subspace. All are in float64.
     """
 
     alphas: Tensor
@@ -61,48 +38,60 @@ class Lanczos(NamedTuple):
     remainder: float
 
     def matrix(self) -> Tensor:
-        """`T`, of shape (m, m)."""
+        """Return `T`, (m, m)."""
         return torch.diag(self.alphas) + torch.diag(self.betas, 1) + torch.diag(self.betas, -1)
 
     def quadrature(self) -> SpectralDensity:
-        """Gauss quadrature of the start vector `u`: `u · A^p u = Σ weights · nodes^p · ‖u‖²` for every p up to 2 m - 1."""
+        """Return the Gauss quadrature of the start vector u.
+
+        `u · A^p u = Σ weights · nodes^p · ‖u‖²` holds for every p up to 2 m - 1.
+        """
         nodes, vectors = torch.linalg.eigh(self.matrix())
         return SpectralDensity(nodes, vectors[0].square())
 
 
 class SpectralDensity(NamedTuple):
-    """A distribution of eigenvalues: points and their weights, which sum to 1. Float64, on the CPU, sorted."""
+    """A distribution of eigenvalues: sorted nodes, and weights that sum to 1.
+
+    Both are in float64 on the CPU.
+    """
 
     nodes: Tensor
     weights: Tensor
 
+    @classmethod
+    def of_eigenvalues(cls, values: Tensor) -> SpectralDensity:
+        """Return the distribution of a vector of eigenvalues, all of equal weight."""
+        nodes = values.detach().to("cpu", torch.float64).sort().values
+        return cls(nodes, torch.full_like(nodes, 1 / len(nodes)))
+
     def moment(self, power: int) -> float:
-        """`Σ weights · nodes^power`, an estimate of `tr(A^power) / n`."""
+        """Return `Σ weights · nodes^power`, an estimate of `tr(A^power) / n`."""
         return float((self.weights * self.nodes**power).sum())
 
     def cdf(self, grid: Tensor) -> Tensor:
-        """The share of eigenvalues at or below each point of `grid`."""
+        """Return the share of eigenvalues at or below each point of `grid`."""
         total = torch.cat([self.weights.new_zeros(1), self.weights.cumsum(0)])
         return total[torch.searchsorted(self.nodes, grid.to(self.nodes), right=True)]
 
     def density(self, grid: Tensor, width: float) -> Tensor:
-        """`Σ weights · N(grid; nodes, width²)`: each node widened to a normal density with standard deviation `width`."""
+        """Return `Σ weights · N(grid; nodes, width²)`: each node as a normal density."""
         if not width > 0:
             raise ValueError(
-                f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a good start."
+                f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a "
+                "good start."
             )
         distance = (grid.to(self.nodes)[..., None] - self.nodes) / width
-        return (torch.exp(-0.5 * distance.square()) @ self.weights) / (
-            width * math.sqrt(2 * math.pi)
-        )
+        peaks = torch.exp(-0.5 * distance.square()) @ self.weights
+        return peaks / (width * math.sqrt(2 * math.pi))
 
     def on_log_axis(self, threshold: float) -> SpectralDensity:
-        """The same on the axis of `symmetric_log`, for spectra that span orders of magnitude on both sides of 0."""
+        """Return the distribution on the axis of `symmetric_log`."""
         return SpectralDensity(symmetric_log(self.nodes, threshold), self.weights)
 
 
 def symmetric_log(values: Tensor, threshold: float) -> Tensor:
-    """`sign(x) · log10(1 + |x| / threshold)`: linear near 0, logarithmic beyond the threshold on both sides.
+    """Return `sign(x) · log10(1 + |x| / threshold)`, linear near 0 and logarithmic beyond.
 
     Example:
         >>> symmetric_log(torch.tensor([-18.0, 0.0, 198.0]), threshold=2.0)
@@ -110,7 +99,8 @@ def symmetric_log(values: Tensor, threshold: float) -> Tensor:
     """
     if not threshold > 0:
         raise ValueError(
-            f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues count as small."
+            f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues "
+            "count as small."
         )
     return values.sign() * torch.log10(1 + values.abs() / threshold)
 
@@ -121,15 +111,15 @@ def check_symmetric(
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Raise `ValueError` unless `u · A v = v · A u` for two random normal vectors, which costs two products.
+    """Raise `ValueError` unless `u · A v = v · A u` for two random normal vectors.
 
-    An operator that is not symmetric is found out almost surely: the difference has variance `‖A −
-    Aᵀ‖_F²`.
+    This takes two products. It detects an operator that is not symmetric almost surely: the
+    difference has the variance `‖A − Aᵀ‖_F²`.
 
     Args:
         operator: Any operator.
-        tolerance: How large `|u · A v − v · A u| / (‖A u‖ + ‖A v‖)` may be; by default the root of
-            the precision of its dtype.
+        tolerance: How large `|u · A v − v · A u| / (‖A u‖ + ‖A v‖)` may be; by default the square
+            root of the precision of its dtype.
         generator: Draws the vectors; by default one with seed 0.
 
     Returns:
@@ -141,16 +131,16 @@ def check_symmetric(
     """
     size(operator, check_tensor=False)
     generator = default_generator(generator)
-    # Rounded as the product rounds them: else float32 would look less symmetric than it is.
+    # Rounded as the product rounds them: otherwise float32 would look less symmetric than it is.
     u, v = (random_normal(operator, generator).to(operator.dtype).double() for _ in range(2))
     Au, Av = product(operator, u), product(operator, v)
     norms = float(Au.norm() + Av.norm())
     ratio = abs(float(u @ Av - v @ Au)) / norms if norms > 0 else 0.0
     limit = torch.finfo(operator.dtype).eps ** 0.5 if tolerance is None else tolerance
     if not ratio <= limit:
-        cure = "Must be symmetric and deterministic (no dropout, the same data at each product)."
         raise ValueError(
-            f"Invalid operator: |u·Av − v·Au| is {ratio:.1e} of ‖Au‖ + ‖Av‖, more than {limit:.1e}. {cure}"
+            f"Invalid operator: |u·Av − v·Au| is {ratio:.1e} of ‖Au‖ + ‖Av‖, more than {limit:.1e}."
+            " Must be symmetric and deterministic (no dropout, the same data at each product)."
         )
     return ratio
 
@@ -163,21 +153,21 @@ def lanczos(
     restart: bool = True,
     generator: torch.Generator | None = None,
 ) -> Lanczos:
-    """Tridiagonal matrix and orthonormal basis of the Krylov space of `start`, with full re-orthogonalisation.
+    """Return the tridiagonal matrix and an orthonormal basis of the Krylov space of `start`.
 
-    The recurrence runs in float64 whatever the dtype of the operator; each new vector is made
+    The recurrence runs in float64 whatever the dtype of the operator. Each new vector is made
     orthogonal to all others twice, so no eigenvalue shows up more often than it should. The basis
     takes 8 n · num_steps bytes.
 
-    One start vector sees each eigenvalue once, however often it is repeated: the Krylov space then
-    ends early. With `restart`, a random vector orthogonal to the basis takes over, and the copies
-    are found; without, the result is shorter.
+    One start vector sees each eigenvalue once, however often it is repeated, and the Krylov space
+    then ends early. With `restart`, a random vector orthogonal to the basis takes over and finds
+    the copies; without it, the result is shorter.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
-        num_steps: Products `A @ v`; no more than n are done.
+        num_steps: The number of products `A @ v`; at most n are done.
         start: The first vector (n,), of any length but 0; random by default.
-        restart: Go on when the Krylov space ends.
+        restart: Whether to go on when the Krylov space ends.
         generator: Draws the start and the vectors that take over; by default one with seed 0.
 
     Raises:
@@ -192,9 +182,8 @@ def lanczos(
     check_count("num_steps", num_steps)
     n, generator = size(operator), default_generator(generator)
     steps = min(num_steps, n)
-    rows = torch.zeros(
-        steps, n, dtype=torch.float64, device=operator.device
-    )  # V transposed: its vectors are contiguous
+    # V transposed, so that its vectors are contiguous
+    rows = torch.zeros(steps, n, dtype=torch.float64, device=operator.device)
     rows[0] = unit_start(operator, start, generator)
     alphas, betas, largest, remainder = [], [], 0.0, 0.0
     for step in range(steps):
@@ -205,11 +194,10 @@ def lanczos(
         if step + 1 == steps or (remainder == 0 and not restart):
             break
         betas.append(remainder)
-        rows[step + 1] = (
-            rest / remainder
-            if remainder > 0
-            else orthogonal_start(operator, rows[: step + 1], generator)
-        )
+        if remainder > 0:
+            rows[step + 1] = rest / remainder
+        else:
+            rows[step + 1] = orthogonal_start(operator, rows[: step + 1], generator)
     made = torch.tensor(alphas, dtype=torch.float64), torch.tensor(betas, dtype=torch.float64)
     return Lanczos(*made, rows[: len(alphas)].T, remainder)
 
@@ -222,22 +210,22 @@ def spectral_density(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> SpectralDensity:
-    """The distribution of the eigenvalues by stochastic Lanczos quadrature: nodes, and weights that sum to 1.
+    """Estimate the distribution of the eigenvalues by stochastic Lanczos quadrature.
 
-    Each probe of random signs gives `num_steps` nodes, and weights that integrate polynomials up to
-    degree 2 · num_steps - 1 exactly as the probe sees them; their mean over probes has no bias. It
-    costs num_steps · num_probes products at most, and less where the Krylov space of a probe ends
+    Each probe of random signs gives `num_steps` nodes, with weights that integrate polynomials up
+    to degree 2 · num_steps - 1 exactly as the probe sees them. The mean over probes has no bias. It
+    costs at most num_steps · num_probes products, and fewer where the Krylov space of a probe ends
     early.
 
-    The weight of a lone eigenvalue, 1/n, comes with noise of about its own size a probe: see
-    `top_eigenpairs` for those.
+    The weight of a single eigenvalue, 1/n, has noise of about its own size per probe. Use
+    `top_eigenpairs` for the outermost eigenvalues.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
-        num_steps: Products a probe; no more than n are done.
-        num_probes: Probes.
+        num_steps: Products per probe; at most n are done.
+        num_probes: The number of probes.
         generator: Draws the signs; by default one with seed 0.
-        progress: Show a progress bar (needs rich).
+        progress: Whether to show a progress bar (needs rich).
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.
@@ -256,11 +244,8 @@ def spectral_density(
         for _ in range(num_probes):
             start = random_signs(n, operator.device, generator)
             # What a restart would find has weight 0: the probe does not see it.
-            found.append(
-                lanczos(
-                    operator, num_steps, start=start, restart=False, generator=generator
-                ).quadrature()
-            )
+            steps = lanczos(operator, num_steps, start=start, restart=False, generator=generator)
+            found.append(steps.quadrature())
             advance(1)
     nodes, order = torch.cat([one.nodes for one in found]).sort()
     weights = torch.cat([one.weights for one in found])[order]

@@ -1,4 +1,4 @@
-"""Extreme eigenpairs of a symmetric operator known by its products alone."""
+"""The outermost eigenpairs of a symmetric operator, from products alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.progress import progress_bar
-from blockopt.analysis.spectral.density import SymmetricOperator
 from blockopt.analysis.spectral.products import (
-    check_count,
+    SymmetricOperator,
     orthogonal_product,
     orthogonal_start,
     remainder_norm,
     size,
     unit_start,
 )
+from blockopt.checks import check_choice, check_count
 from blockopt.measure.closures import default_generator
 
 Which = Literal["largest magnitude", "largest", "smallest"]
@@ -25,7 +25,10 @@ SMALL = 100  # dimension up to which all eigenvalues are found rather than repea
 
 
 class Eigenpairs(NamedTuple):
-    """`values` (k,), the best first; `vectors` (n, k), orthonormal; `residuals` `‖A u − λ u‖` (k,); and the products used."""
+    """The pairs found, the best first, and the number of products that they took.
+
+    `values` (k,), orthonormal `vectors` (n, k), and `residuals` `‖A u − λ u‖` (k,).
+    """
 
     values: Tensor
     vectors: Tensor
@@ -43,39 +46,37 @@ def top_eigenpairs(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Eigenpairs:
-    """The k extreme eigenvalues and their vectors, by Lanczos with full re-orthogonalisation and thick restarts.
+    """Find the k outermost eigenvalues and their vectors by Lanczos with thick restarts.
 
-    A pair is done once `‖A u − λ u‖ <= tolerance · max |λ|`; an eigenvalue is then off by no more
-    than that. The residual is that of the recurrence: true up to the precision of the products. The
-    basis holds at most max(2 k + 10, 20) float64 vectors, or n if n <= 100: k > 1 pairs then take n
-    products and are exact but for rounding.
+    A pair is done once `‖A u − λ u‖ <= tolerance · max |λ|`; its eigenvalue is then off by no more
+    than that. The residual is that of the recurrence, true up to the precision of the products. The
+    basis is re-orthogonalised fully. It holds at most max(2 k + 10, 20) float64 vectors, or n if
+    n <= 100: k > 1 pairs then take n products and are exact up to rounding.
 
     One Krylov space holds each eigenvalue once. So when k > 1 pairs are done, a random vector
     orthogonal to them is followed for at least 10 products, until what it finds is told apart from
-    the k-th. That finds repeated eigenvalues, one a round.
+    the k-th. Each such round finds one more copy of a repeated eigenvalue.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
-        k: How many, 1 to n.
+        k: The number of pairs, 1 to n.
         which: "largest magnitude", "largest" or "smallest" (the most negative).
         tolerance: See above.
-        max_steps: The most products `A @ v`. A warning tells the residuals if they do not suffice.
+        max_steps: The most products `A @ v`. If they do not suffice, a warning gives the residuals.
         generator: Draws the start vectors; by default one with seed 0.
-        progress: Show a progress bar (needs rich).
+        progress: Whether to show a progress bar (needs rich).
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.
         FloatingPointError: If a product is not finite.
 
     Example:
-        >>> top_eigenpairs(torch.diag(torch.tensor([1.0, -4.0, 2.0, 2.0])), 3).values.round(decimals=6)
+        >>> A = torch.diag(torch.tensor([1.0, -4.0, 2.0, 2.0]))
+        >>> top_eigenpairs(A, 3).values.round(decimals=6)
         tensor([-4.,  2.,  2.], dtype=torch.float64)
     """
     n, generator = size(operator), default_generator(generator)
-    if which not in get_args(Which):
-        raise ValueError(
-            f"Invalid which={which!r}. Must be one of {', '.join(map(repr, get_args(Which)))}."
-        )
+    check_choice("which", which, get_args(Which))
     if not isinstance(k, int) or not 1 <= k <= n:
         raise ValueError(
             f"Invalid k={k}. Must be an integer from 1 to {n}, the dimension of the operator."
@@ -93,17 +94,16 @@ def top_eigenpairs(
         state = f"a residual is {worst:.1e} and must be <= {search.limit:.1e}"
         if worst <= search.limit:
             state = "repeated eigenvalues are not ruled out yet"
-        cure = (
-            f"Raise max_steps or tolerance (now {tolerance}), or ask for fewer pairs (now k={k})."
-        )
         warnings.warn(
-            f"Eigenpairs not finished after max_steps={max_steps}: {state}. {cure}", stacklevel=2
+            f"Eigenpairs not finished after max_steps={max_steps}: {state}. Raise max_steps or "
+            f"tolerance (now {tolerance}), or ask for fewer pairs (now k={k}).",
+            stacklevel=2,
         )
     return search.best()
 
 
 class _Search:
-    """The state of `top_eigenpairs`: a basis, and `T = Vᵀ A V` with eigenvalues `values`, the best first."""
+    """The state of `top_eigenpairs`: a basis V, and the eigenvalues of `Vᵀ A V`, the best first."""
 
     def __init__(
         self,
@@ -113,44 +113,32 @@ class _Search:
         tolerance: float,
         generator: torch.Generator,
     ) -> None:
-        self.operator, self.k, self.which, self.tolerance, self.generator = (
-            operator,
-            k,
-            which,
-            tolerance,
-            generator,
-        )
+        self.operator, self.k, self.which = operator, k, which
+        self.tolerance, self.generator = tolerance, generator
         n = size(operator)
         self.room = n if n <= SMALL else max(2 * k + 10, 20)
         self.rows = torch.zeros(self.room, n, dtype=torch.float64, device=operator.device)
         self.rows[0] = unit_start(operator, None, generator)
         self.T = torch.zeros(self.room, self.room, dtype=torch.float64)
         self.filled, self.steps, self.largest, self.limit = 0, 0, 0.0, 0.0
-        self.known: Tensor | None = (
-            None  # by what the k values are sorted, as the present round set out
-        )
+        self.known: Tensor | None = None  # what sorts the k values, at the start of this round
         self.known_residuals = torch.zeros(k, dtype=torch.float64)
         self.round_steps = 0
 
     def step(self) -> bool:
-        """One product; true if all is done."""
+        """Do one product; return whether all pairs are done."""
         coefficients, rest, length = orthogonal_product(self.operator, self.rows, self.filled)
-        self.T[: self.filled + 1, self.filled] = self.T[self.filled, : self.filled + 1] = (
-            coefficients.cpu()
-        )
-        self.filled, self.steps, self.round_steps = (
-            self.filled + 1,
-            self.steps + 1,
-            self.round_steps + 1,
-        )
+        self.T[: self.filled + 1, self.filled] = coefficients.cpu()
+        self.T[self.filled, : self.filled + 1] = coefficients.cpu()
+        self.filled += 1
+        self.steps += 1
+        self.round_steps += 1
         self.largest = max(self.largest, length)
         complete = self.filled == self.rows.shape[1]
         remainder = 0.0 if complete else remainder_norm(self.operator, rest, self.largest)
         values, vectors = torch.linalg.eigh(self.T[: self.filled, : self.filled])
-        keys = {"largest magnitude": values.abs(), "largest": values, "smallest": -values}[
-            self.which
-        ]
-        keys, order = keys.sort(descending=True)
+        keys = {"largest magnitude": values.abs(), "largest": values, "smallest": -values}
+        sorted_keys, order = keys[self.which].sort(descending=True)
         self.values, self.vectors = values[order], vectors[:, order]
         self.residuals = remainder * self.vectors[-1].abs()
         self.limit = self.tolerance * float(values.abs().max())
@@ -161,16 +149,14 @@ class _Search:
         if settled and self.k == 1:
             return True
         if settled and self.room < self.rows.shape[1]:
-            if self.known is None or float((keys[: self.k] - self.known).abs().max()) > self.limit:
-                self.known, self.known_residuals, self.round_steps = (
-                    keys[: self.k],
-                    self.residuals[: self.k],
-                    0,
-                )
+            best = sorted_keys[: self.k]
+            if self.known is None or float((best - self.known).abs().max()) > self.limit:
+                self.known, self.known_residuals = best, self.residuals[: self.k]
+                self.round_steps = 0
                 self._keep(self.k, None)
                 return False
             if self.round_steps >= 10 and self.filled > self.k:
-                gap = float(keys[self.k - 1] - keys[self.k])
+                gap = float(best[-1] - sorted_keys[self.k])
                 if float(self.residuals[self.k]) <= max(self.limit, gap):
                     return True
         following = rest / remainder if remainder > 0 else None
@@ -181,16 +167,15 @@ class _Search:
         return False
 
     def best(self) -> Eigenpairs:
-        """What is known so far."""
+        """Return what is known so far."""
         vectors = self.rows[: len(self.vectors)].T @ self.vectors[:, : self.k].to(self.rows.device)
         residuals = torch.hypot(self.residuals[: self.k], self.known_residuals)
         return Eigenpairs(self.values[: self.k], vectors, residuals, self.steps)
 
     def _keep(self, number: int, following: Tensor | None) -> None:
         """Shrink the basis to its best approximate eigenvectors, and go on from one more vector."""
-        self.rows[:number] = (
-            self.vectors[:, :number].T.to(self.rows.device) @ self.rows[: self.filled]
-        )
+        kept = self.vectors[:, :number].T.to(self.rows.device)
+        self.rows[:number] = kept @ self.rows[: self.filled]
         self.values, self.residuals = self.values[:number], self.residuals[:number]
         self.vectors = torch.eye(number, dtype=torch.float64)
         self.T.zero_()

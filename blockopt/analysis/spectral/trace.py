@@ -1,4 +1,4 @@
-"""Trace, squared Frobenius norm and diagonal of a symmetric operator by random probes, with standard errors."""
+"""Trace, squared Frobenius norm and diagonal by random probes, with standard errors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.progress import progress_bar
-from blockopt.analysis.spectral.density import SymmetricOperator
-from blockopt.analysis.spectral.products import check_count, product, random_signs, size
+from blockopt.analysis.spectral.estimate import Estimate, from_probes, standard_error
+from blockopt.analysis.spectral.products import SymmetricOperator, product, sign_columns, size
+from blockopt.checks import check_choice, check_count
 from blockopt.measure.closures import default_generator
 
 Method = Literal["hutchinson", "hutch++"]
 FEWEST_VALUES = 10  # before a standard error is trusted to stop
 
 
-class Estimate(NamedTuple):
-    """A number, its standard error (0 if exact, infinity from one probe), and how many products `A @ v` it took."""
-
-    value: float
-    standard_error: float
-    num_products: int
-
-
 class DiagonalEstimate(NamedTuple):
-    """The diagonal, the standard error of each entry, and how many products `A @ v` it took; float64."""
+    """The diagonal and the standard error of each entry in float64, and the products it took."""
 
     value: Tensor
     standard_error: Tensor
@@ -44,26 +37,26 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    """The trace of `A`, without bias: the mean of `z · A z` over probes `z` of random signs (Hutchinson, 1990).
+    """Estimate the trace without bias: the mean of `z · A z` over random signs z.
 
-    Its variance is `2 (‖A‖_F² − Σ_i A_ii²)` a probe. "hutch++" (Meyer et al., 2021) spends a third
-    of the products to find a subspace `Q` of large eigenvalues, a third on its exact share `tr(Qᵀ A
-    Q)`, and the rest on probes outside of it: much better where few eigenvalues make up most of the
-    norm, as in a Hessian, and no worse by much elsewhere.
+    This is Hutchinson's estimator (1990). Its variance per probe is `2 (‖A‖_F² − Σ_i A_ii²)`.
+    "hutch++" (Meyer et al., 2021) spends a third of the products to find a subspace `Q` of large
+    eigenvalues, a third on its exact share `tr(Qᵀ A Q)`, and the rest on probes outside of it. It
+    is much better where few eigenvalues make up most of the norm, as in a Hessian, and never much
+    worse.
 
-    As many products as `A` has columns give the trace exactly, so no more are used unless
+    As many products as `A` has columns give the exact trace, so no more are used unless
     `relative_error` is given.
 
     Args:
         operator: Any symmetric operator; a square tensor is one.
         method: "hutchinson" or "hutch++".
-        num_products: The most products `A @ v`; at least 3 with "hutch++".
-        relative_error: Stop before that once the standard error is at most this share of the value,
-            if not None. The stopping looks at the estimate, which costs a little bias.
-        chunk: Vectors a product; the result does not depend on it but for rounding and where it
-            stops.
+        num_products: The most products `A @ v`; at least 3 for "hutch++".
+        relative_error: Stop earlier once the standard error is at most this share of the value.
+            Stopping depends on the estimate, which costs a little bias.
+        chunk: Vectors per product. It changes the result by rounding only, or where it stops.
         generator: Draws the signs; by default one with seed 0.
-        progress: Show a progress bar (needs rich).
+        progress: Whether to show a progress bar (needs rich).
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.
@@ -75,10 +68,7 @@ def trace(
         >>> trace(torch.ones(4, 4))
         Estimate(value=4.0, standard_error=0.0, num_products=4)
     """
-    if method not in get_args(Method):
-        raise ValueError(
-            f"Invalid method={method!r}. Must be one of {', '.join(map(repr, get_args(Method)))}."
-        )
+    check_choice("method", method, get_args(Method))
     _check(num_products, relative_error, chunk, smallest=3 if method == "hutch++" else 1)
     n, generator = size(operator), default_generator(generator)
     with progress_bar(progress, "trace", num_products) as advance:
@@ -87,22 +77,16 @@ def trace(
                 operator, _quadratic, num_products, relative_error, chunk, generator, advance
             )
         rank = min(num_products // 3, n)
-        sketch = torch.stack(
-            [random_signs(n, operator.device, generator) for _ in range(rank)], dim=1
-        )
+        sketch = sign_columns(n, rank, operator.device, generator)
         Q, _ = torch.linalg.qr(_in_chunks(operator, sketch, chunk, advance))  # (n, rank)
         known = float((Q * _in_chunks(operator, Q, chunk, advance)).sum())
         if rank == n:
             return Estimate(known, 0.0, 2 * rank)
-
-        def outside(probes: Iterator[Tensor]) -> Iterator[Tensor]:
-            return (z - Q @ (Q.T @ z) for z in probes)
-
-        probes = outside(_signs(operator, num_products - 2 * rank, chunk, generator))
-        values = _values(operator, _quadratic, probes, relative_error, known, advance)
-        return Estimate(
-            known + float(values.mean()), _standard_error(values), 2 * rank + len(values)
-        )
+        signs = _signs(operator, num_products - 2 * rank, chunk, generator)
+        outside = (z - Q @ (Q.T @ z) for z in signs)
+        values = _values(operator, _quadratic, outside, relative_error, known, advance)
+        rest = from_probes(values, exact=False)
+        return Estimate(known + rest.value, rest.standard_error, 2 * rank + rest.num_products)
 
 
 def squared_frobenius(
@@ -114,23 +98,10 @@ def squared_frobenius(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    """The squared Frobenius norm `‖A‖_F²`, without bias: the mean of `‖A z‖²` over probes `z` of random signs.
+    """Estimate `‖A‖_F²` without bias: the mean of `‖A z‖²` over random signs z.
 
     As many products as `A` has columns give it exactly, so no more are used unless `relative_error`
-    is given.
-
-    Args:
-        operator: Any symmetric operator; a square tensor is one.
-        num_products: The most products `A @ v`.
-        relative_error: Stop before that once the standard error is at most this share of the value,
-            if not None.
-        chunk: Vectors a product.
-        generator: Draws the signs; by default one with seed 0.
-        progress: Show a progress bar (needs rich).
-
-    Raises:
-        ValueError: If an option or the shape of the operator is wrong.
-        FloatingPointError: If a product is not finite.
+    is given. Arguments and errors are those of `trace`.
 
     Example:
         >>> squared_frobenius(2 * torch.eye(50), num_products=2)
@@ -152,21 +123,11 @@ def diagonal(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> DiagonalEstimate:
-    """The diagonal of `A`, without bias: the mean of `z ⊙ A z` over probes `z` of random signs (Bekas et al., 2007).
+    """Estimate the diagonal without bias: the mean of `z ⊙ A z` over random signs z.
 
-    Entry i has variance `Σ_{j ≠ i} A_ij²` a probe: good for a matrix near its diagonal, poor for
-    others. As many products as `A` has columns give it exactly, so no more are used.
-
-    Args:
-        operator: Any symmetric operator; a square tensor is one.
-        num_products: The most products `A @ v`.
-        chunk: Vectors a product.
-        generator: Draws the signs; by default one with seed 0.
-        progress: Show a progress bar (needs rich).
-
-    Raises:
-        ValueError: If an option or the shape of the operator is wrong.
-        FloatingPointError: If a product is not finite.
+    The method is that of Bekas et al. (2007). Entry i has the variance `Σ_{j ≠ i} A_ij²` per
+    probe: good for a matrix that is nearly diagonal, poor for others. As many products as `A` has
+    columns give it exactly, so no more are used. Arguments and errors are those of `trace`.
 
     Example:
         >>> diagonal(torch.tensor([[1.0, 5.0], [5.0, 2.0]])).value
@@ -177,10 +138,9 @@ def diagonal(
     mean = torch.zeros(n, dtype=torch.float64, device=operator.device)
     squares, count = torch.zeros_like(mean), 0
     exact = n <= num_products
+    probes = _units(operator, chunk) if exact else _signs(operator, num_products, chunk, generator)
     with progress_bar(progress, "diagonal", min(n, num_products)) as advance:
-        for Z in (
-            _units(operator, chunk) if exact else _signs(operator, num_products, chunk, generator)
-        ):
+        for Z in probes:
             for value in (Z * product(operator, Z)).T:
                 count += 1
                 step = value - mean
@@ -189,9 +149,9 @@ def diagonal(
             advance(Z.shape[1])
     if exact:
         return DiagonalEstimate(mean * count, torch.zeros_like(mean), count)
-    error = (
-        (squares / (count * (count - 1))).sqrt() if count > 1 else torch.full_like(mean, math.inf)
-    )
+    error = torch.full_like(mean, math.inf)
+    if count > 1:
+        error = (squares / (count * (count - 1))).sqrt()
     return DiagonalEstimate(mean, error, count)
 
 
@@ -213,7 +173,7 @@ def _squared_norm(Z: Tensor, AZ: Tensor) -> Tensor:
 
 
 def _units(operator: SymmetricOperator, chunk: int) -> Iterator[Tensor]:
-    """The columns of the identity: the sum of an estimator's values over them is the exact value."""
+    """The columns of the identity: an estimator's values sum to the exact value over them."""
     n = operator.shape[0]
     for first in range(0, n, chunk):
         columns = torch.arange(first, min(first + chunk, n), device=operator.device)
@@ -225,15 +185,9 @@ def _units(operator: SymmetricOperator, chunk: int) -> Iterator[Tensor]:
 def _signs(
     operator: SymmetricOperator, number: int, chunk: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    n = operator.shape[0]
     for first in range(0, number, chunk):
-        yield torch.stack(
-            [
-                random_signs(n, operator.device, generator)
-                for _ in range(min(chunk, number - first))
-            ],
-            dim=1,
-        )
+        columns = min(chunk, number - first)
+        yield sign_columns(operator.shape[0], columns, operator.device, generator)
 
 
 def _in_chunks(
@@ -255,19 +209,10 @@ def _estimate(
     generator: torch.Generator,
     advance: Callable[[int], None],
 ) -> Estimate:
-    n = size(operator)
-    if n <= num_products and relative_error is None:
-        values = _values(operator, value_of, _units(operator, chunk), None, 0.0, advance)
-        return Estimate(float(values.sum()), 0.0, n)
-    values = _values(
-        operator,
-        value_of,
-        _signs(operator, num_products, chunk, generator),
-        relative_error,
-        0.0,
-        advance,
-    )
-    return Estimate(float(values.mean()), _standard_error(values), len(values))
+    exact = size(operator) <= num_products and relative_error is None
+    probes = _units(operator, chunk) if exact else _signs(operator, num_products, chunk, generator)
+    values = _values(operator, value_of, probes, relative_error, 0.0, advance)
+    return from_probes(values, exact)
 
 
 def _values(
@@ -278,17 +223,13 @@ def _values(
     known: float,
     advance: Callable[[int], None],
 ) -> Tensor:
-    """One value a probe, until their standard error is small beside their mean plus what is known."""
+    """One value per probe, until their standard error is small beside `known` plus their mean."""
     values = torch.empty(0, dtype=torch.float64)
     for Z in probes:
         values = torch.cat([values, value_of(Z, product(operator, Z)).cpu()])
         advance(Z.shape[1])
         if relative_error is not None and len(values) >= FEWEST_VALUES:
             target = relative_error * abs(known + float(values.mean()))
-            if _standard_error(values) <= target:
+            if standard_error(values) <= target:
                 break
     return values
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.inf

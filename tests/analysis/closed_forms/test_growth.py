@@ -1,6 +1,7 @@
 """Exponents of growth against numpy's regression, and measured ones of attention layers against autograd."""
 
 import math
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.func import grad, jacrev
 
 from blockopt.analysis.closed_forms.growth import (
     PREDICTED,
+    BlockPart,
     Growth,
     attention_exponents,
     attention_measure,
@@ -186,7 +188,7 @@ def test_norms_of_attention_against_autograd(sigma, activation):
     assert len(found) == len(expected) == 18
     for (part, i, j), norm in expected.items():
         scale = max(expected[other, i, j] for other in ("outer", "full"))
-        assert found[f"{part} {roles[i]} {roles[j]}"] == pytest.approx(
+        assert found[BlockPart(part, roles[i], roles[j])] == pytest.approx(
             norm, rel=1e-9, abs=1e-13 * scale
         )
 
@@ -197,11 +199,12 @@ def test_norms_of_several_heads():
     hessian = SelfAttentionHessian(X, *weights, Y)
     found = attention_norms(hessian, mixed=True)
     assert attention_norms(hessian).keys() == {
-        label for label in found if len(set(label.split()[1:])) == 1
+        label for label in found if label.role == label.column
     }
     for label, norm in found.items():
-        part, a, b = label.split()
-        blocks = [hessian.block(a, b, part, (head, head)) for head in range(2)]
+        blocks = [
+            hessian.block(label.role, label.column, label.part, (head, head)) for head in range(2)
+        ]
         assert norm == pytest.approx(
             math.hypot(*(block.norm().item() for block in blocks)), rel=1e-10
         )
@@ -227,21 +230,24 @@ def test_measured_exponents_are_the_predicted_ones(options, residual):
 
 def test_equation_5():
     assert attention_exponents() == PREDICTED
-    pairs = ["query query", "query key", "query value", "key key", "key value", "value value"]
-    assert [PREDICTED[f"outer {pair}"] for pair in pairs] == [6, 6, 4, 6, 4, 2]
-    assert [PREDICTED[f"functional {pair}"] for pair in pairs[:-1]] == [5, 3, 3, 5, 3]
-    assert [PREDICTED[f"full {pair}"] for pair in pairs] == [5, 3, 3, 5, 3, 2]
+    pairs = list(combinations_with_replacement(("query", "key", "value"), 2))
+    assert [PREDICTED[BlockPart("outer", *pair)] for pair in pairs] == [6, 6, 4, 6, 4, 2]
+    assert [PREDICTED[BlockPart("functional", *pair)] for pair in pairs[:-1]] == [5, 3, 3, 5, 3]
+    assert [PREDICTED[BlockPart("full", *pair)] for pair in pairs] == [5, 3, 3, 5, 3, 2]
+    assert str(BlockPart("functional", "query", "key")) == "functional query key"
+    assert str(BlockPart("outer", "value", layer=2)) == "outer value layer 2"
 
 
 def test_the_power_laws_of_softmax_end_where_attention_saturates():
     found = growth(attention_measure(width=8), [0.01, 0.02, 20.0, 40.0])
-    for label in ("outer query query", "full query query"):
+    for part in ("outer", "full"):
+        label = BlockPart(part, "query", "query")
         assert found.local_slopes()[label][-1] < PREDICTED[label] - 1
 
 
 def test_causal_attention_averages_over_less():
     every, causal = (
-        attention_measure(width=8, causal=causal)(0.01, 0)["outer value value"]
+        attention_measure(width=8, causal=causal)(0.01, 0)[BlockPart("outer", "value", "value")]
         for causal in (False, True)
     )
     assert causal > 2 * every

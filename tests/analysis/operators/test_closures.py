@@ -10,6 +10,7 @@ from torch import nn
 
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import GaussNewtonOperator, HessianOperator
+from blockopt.blocks import BlockGroup
 from tests.analysis.operators.test_model_operators import OPERATORS, assert_near, normal
 from tests.helpers.dense_hessians import build, language_loss, tokens_of
 from tests.helpers.models import FAMILIES, loss_of
@@ -122,7 +123,7 @@ def test_columns_of_a_large_model_go_one_by_one(monkeypatch):
     together = H @ v
     assert H._at_once > 5
     for entries, at_once in ((1, 1), (H.shape[0] * 8, None)):
-        monkeypatch.setattr("blockopt.analysis.operators.model_operators.ENTRIES_AT_ONCE", entries)
+        monkeypatch.setattr("blockopt.analysis.operators.base.ENTRIES_AT_ONCE", entries)
         fresh = HessianOperator(model, language_loss(model))
         assert_near(fresh @ v, together, 1e-13)
         assert at_once is None or fresh._at_once == at_once
@@ -199,6 +200,21 @@ def test_progress(capsys):
     assert not out
 
 
+def test_the_callback_is_called_after_each_batch_of_each_product():
+    model, ticks = nn.Linear(2, 1), []
+    for number in (1, 3):
+        H = HessianOperator(model, [lambda: model(torch.ones(1, 2)).square().sum()] * number)
+        H.on_batch = ticks.append
+        part = H.block("weight")  # made after the callback was set
+        H @ torch.ones(3)
+        H @ torch.ones(3, 4)
+        part @ torch.ones(2, 2)
+        with H.keep_graph():
+            H @ torch.ones(3)
+        assert ticks == [*[1] * number, *[4] * number, *[2] * number, *[1] * number]
+        ticks.clear()
+
+
 def test_progress_without_rich(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
     model = nn.Linear(2, 1)
@@ -247,7 +263,7 @@ def test_errors():
     with pytest.raises(ValueError, match="Invalid blocks"):
         HessianOperator(model, closure, blocks={})
     with pytest.raises(
-        ValueError, match=r"Invalid name='head'. Must be one of the operator's parameters"
+        ValueError, match=r"Invalid name='head'. Must be of one of the operator's parameters"
     ):
         H.block("head")
     with pytest.raises(
@@ -256,11 +272,21 @@ def test_errors():
         H.block("head.weight", 5)
     part = H.block("head.weight", 2)
     assert part.block("head.weight").shape == part.block("head.weight", 2).shape == (6, 6)
-    assert list(part.blocks()) == ["head.weight head row 2"]
+    assert list(part.blocks()) == [BlockGroup("head", None, "head.weight", 2)]
     assert torch.equal(part.entries("head.weight"), torch.arange(6))
-    with pytest.raises(ValueError, match=r"is block 2 of 'head.weight' already"):
+    with pytest.raises(ValueError, match=r"This operator holds block 2 of 'head.weight' only"):
         part.block("head.weight", 1)
-    with pytest.raises(ValueError, match=r"Saw no call of F.cross_entropy"):
+    with pytest.raises(
+        ValueError, match=r"Invalid group 'head'\. Must be of one of the operator's"
+    ):
+        H.block(BlockGroup("head"))
+    for wrong in (
+        BlockGroup("query", None, "head.weight"),
+        BlockGroup("head", None, "head.weight", 9),
+    ):
+        with pytest.raises(ValueError, match=r"Must be in 0\.\.4, the blocks of 'head.weight'"):
+            H.block(wrong)
+    with pytest.raises(ValueError, match=r"No call of F.cross_entropy"):
         GaussNewtonOperator(
             model, lambda: closure().detach() + model.head.bias.square().sum()
         ) @ normal(n)

@@ -10,12 +10,14 @@ from torch.func import functional_call, grad, jacfwd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
-from blockopt.analysis.operators.dense import dense, dense_block, memory_needed
+from blockopt.analysis.memory import memory_needed
+from blockopt.analysis.operators.dense import dense, dense_block
 from blockopt.analysis.operators.model_operators import (
     FunctionalOperator,
     GaussNewtonOperator,
     HessianOperator,
 )
+from blockopt.blocks import BlockGroup
 from recipes.common.gpt2 import GPT2, GPT2Config
 from tests.helpers.dense_hessians import Net, build, hessian, language_loss
 
@@ -69,8 +71,8 @@ def test_plain_matrices_and_heads():
     model, batch = tiny()
     H = HessianOperator(model, lambda: model(*batch), blocks=find_blocks(model, per_row=()))
     whole = dense(H)
-    for label, part in H.blocks().items():
-        where = H.entries(label)
+    for group, part in H.blocks().items():
+        where = H.entries(group)
         torch.testing.assert_close(
             dense(part), whole[where][:, where], rtol=1e-9, atol=1e-13 * float(whole.abs().max())
         )
@@ -78,13 +80,18 @@ def test_plain_matrices_and_heads():
 
 def test_cross_blocks():
     model, batch = tiny()
+    first, second = "h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight"
     pairs = [
-        ("h.0.attn.c_attn.weight query head 1", "h.1.attn.c_attn.weight key head 0"),
-        ("h.0.attn.c_attn.weight query head 1", "h.0.attn.c_attn.weight key head 1"),
-        ("h.0.attn.c_attn.weight query head 0", "wte.weight"),
+        (BlockGroup("query", 0, first, 1), BlockGroup("key", 1, second, 0)),
+        (BlockGroup("query", 0, first, 1), BlockGroup("key", 0, first, 1)),
+        (BlockGroup("query", 0, first), BlockGroup("key", parameter=first)),  # all heads
+        (BlockGroup("query", 0, first, 0), "wte.weight"),
         ("wte.weight", "h.1.attn.c_proj.bias"),
         ("h.0.ln_1.weight", "h.0.ln_1.weight"),
-        ("wte.weight embedding row 3", "wpe.weight position row 1"),
+        (
+            BlockGroup("embedding", None, "wte.weight", 3),
+            BlockGroup("position", None, "wpe.weight", 1),
+        ),
     ]
     for cls in OPERATORS:
         A = cls(model, lambda: model(*batch))
@@ -95,7 +102,7 @@ def test_cross_blocks():
             torch.testing.assert_close(
                 found, expected, rtol=1e-9, atol=1e-13 * float(whole.abs().max())
             )
-    head = A.block("h.0.attn.c_attn.weight query head 1")
+    head = A.block(BlockGroup("query", 0, first, 1))
     assert near(dense_block(head, head.names[0], head.names[0]), dense(head))
     with pytest.raises(ValueError, match="Invalid name='nobody'"):
         dense_block(A, "nobody", "wte.weight")
@@ -129,7 +136,7 @@ def test_refuses_what_does_not_fit():
         dense(H)
     for way in (
         "operator.block(name, index)",
-        "blockopt.analysis.spectral.density",
+        "blockopt.analysis.spectral",
         "SelfAttentionHessian(...).factored",
     ):
         assert way in str(error.value)
@@ -143,9 +150,8 @@ def test_refuses_what_does_not_fit():
         dense(small, max_bytes=needed - 1)
 
 
-def testfree_memory_without_proc(monkeypatch):
-    module = sys.modules["blockopt.analysis.operators.dense"]
-
+def test_free_memory_without_proc(monkeypatch):
+    module = sys.modules["blockopt.analysis.memory"]
     cpu = torch.device("cpu")
     proc = module.free_memory(cpu)
     assert proc is None or proc > 2**20

@@ -22,6 +22,7 @@ from blockopt.analysis.operators.model_operators import (
     GaussNewtonOperator,
     HessianOperator,
 )
+from blockopt.blocks import ROLES, BlockGroup
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 from tests.helpers.dense_hessians import Net, build, hessian, language_loss, tokens_of
 from tests.helpers.models import FAMILIES, block_index, loss_of
@@ -105,10 +106,10 @@ def test_families(family):
         assert_near(products[:, column], H.to_vector(expected), 1e-5)
         assert_near(H @ v[:, column], products[:, column], 1e-5)
     assert_near(G @ v + R @ v, products, 1e-5)
-    heads = [label for label in H.blocks() if "head 1" in label]
+    heads = [g for g in H.blocks() if g.head == 1 and str(g).endswith("head 1")]
     assert heads or family in ("cnn", "lora-gpt2")
-    label = heads[-1] if heads else list(H.blocks())[-1]
-    part, entries = H.block(label), H.entries(label)
+    group = heads[-1] if heads else list(H.blocks())[-1]
+    part, entries = H.block(group), H.entries(group)
     inside = torch.zeros_like(v)
     inside[entries] = v[entries]
     assert_near(part @ v[entries], (H @ inside)[entries], 1e-5)
@@ -121,20 +122,51 @@ def test_labels_of_a_model():
     )
     blocks = H.blocks()
     assert sum(part.shape[0] for part in blocks.values()) == H.shape[0]
-    assert list(blocks)[:7] == ["wte.weight embedding", "wpe.weight position", "h.0.ln_1.weight norm", "h.0.ln_1.bias norm",
-                                "h.0.attn.c_attn.weight query head 0", "h.0.attn.c_attn.weight query head 1",
-                                "h.0.attn.c_attn.weight key head 0"]  # fmt: skip
-    assert "h.1.mlp.c_proj.weight mlp_out row 15" in blocks
-    assert len({tuple(H.entries(label).tolist()) for label in blocks}) == len(blocks)
-    assert blocks["h.0.attn.c_attn.weight query head 1"].names == ("h.0.attn.c_attn.weight",)
-    assert repr(blocks["wte.weight embedding"]).startswith(
-        "HessianOperator(304 x 304, wte.weight, block 0"
-    )
-    columns = HessianOperator(
-        m := FAMILIES["gpt2"](), partial(loss_of, "gpt2", m)
-    ).blocks()  # Conv1D: units are columns
-    assert "transformer.h.0.mlp.c_fc.weight mlp_in column 63" in columns
-    assert "transformer.wte.weight embedding row 19" in columns
+    assert [str(group) for group in blocks][:7] == [
+        "wte.weight embedding",
+        "wpe.weight position",
+        "h.0.ln_1.weight norm",
+        "h.0.ln_1.bias norm",
+        "h.0.attn.c_attn.weight query head 0",
+        "h.0.attn.c_attn.weight query head 1",
+        "h.0.attn.c_attn.weight key head 0",
+    ]
+    assert BlockGroup("mlp_out", 1, "h.1.mlp.c_proj.weight", 15) in blocks
+    assert len({tuple(H.entries(group).tolist()) for group in blocks}) == len(blocks)
+    head = blocks[BlockGroup("query", 0, "h.0.attn.c_attn.weight", 1)]
+    assert head.names == ("h.0.attn.c_attn.weight",)
+    assert repr(head) == "HessianOperator(128 x 128, h.0.attn.c_attn.weight, block 1, batches: 1)"
+    embedding = blocks[BlockGroup("embedding", None, "wte.weight")]
+    assert repr(embedding) == "HessianOperator(304 x 304, wte.weight, batches: 1)"
+    assert repr(H).startswith(f"HessianOperator({H.shape[0]:,} x {H.shape[0]:,}, 28 parameters")
+    gpt2 = FAMILIES["gpt2"]()  # Conv1D: units are columns
+    columns = HessianOperator(gpt2, partial(loss_of, "gpt2", gpt2)).blocks()
+    assert BlockGroup("mlp_in", 0, "transformer.h.0.mlp.c_fc.weight", 63) in columns
+    assert BlockGroup("embedding", None, "transformer.wte.weight", 19) in columns
+
+
+@pytest.mark.parametrize("by", ["role", "layer", "tensor", "head"])
+def test_blocks_of_every_level_cover_the_vector_once_and_are_submatrices(by):
+    model = build(groups=1, layers=2)
+    H = HessianOperator(model, language_loss(model))
+    whole = H @ torch.eye(H.shape[0], dtype=H.dtype)
+    parts = H.blocks(by)
+    entries = {group: H.entries(part) for group, part in parts.items()}
+    assert torch.equal(torch.cat(list(entries.values())).sort().values, torch.arange(H.shape[0]))
+    if by == "layer":
+        order = [(-1 if g.layer is None else g.layer, ROLES.index(g.role)) for g in parts]
+        assert order == sorted(order)
+    for group, part in parts.items():
+        where = entries[group]
+        found = part @ torch.eye(part.shape[0], dtype=H.dtype)
+        expected = whole[where][:, where]
+        atol = 1e-12 * float(whole.abs().max())
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=atol)
+        v = normal(part.shape[0])
+        assert torch.equal(part.to_vector(part.to_dict(v)), v)
+        for inner, smaller in part.blocks().items():
+            assert inner.role == group.role
+            torch.testing.assert_close(where[part.entries(smaller)], H.entries(inner))
 
 
 @pytest.mark.parametrize("cls", OPERATORS)
@@ -150,13 +182,16 @@ def test_blocks_are_submatrices(cls):
             torch.tensor([0, *[torch.Size(s).numel() for s in shapes.values()]]).cumsum(0).tolist(),
         )
     )
-    for label, part in A.blocks().items():
-        name, index = part.names[0], part._index
+    for group, part in A.blocks().items():
+        name = group.parameter
+        assert part.names == (name,)
+        index = [other for other in A.blocks() if other.parameter == name].index(group)
         where = (
             starts[name]
             + (block_index(shapes[name], blocks[name].split) == index).flatten().nonzero().flatten()
         )
-        torch.testing.assert_close(A.entries(label), where)
+        torch.testing.assert_close(A.entries(group), where)
+        torch.testing.assert_close(A.entries(name, index), where)
         expected = whole[where][:, where]
         found = part @ torch.eye(part.shape[0], dtype=A.dtype)
         torch.testing.assert_close(
@@ -301,7 +336,7 @@ def test_what_else_the_loss_holds_belongs_to_the_functional_part():
     def closure():
         return plain() + 0.3 * model.head.weight.pow(4).sum()
 
-    with pytest.warns(UserWarning, match="left out of Gauss-Newton"):
+    with pytest.warns(UserWarning, match="Gauss-Newton leaves out its curvature"):
         G, R = (
             cls(model, closure) @ normal(HessianOperator(model, closure).shape[0])
             for cls in OPERATORS[1:]
@@ -343,9 +378,7 @@ def test_tied_frozen_and_unused_parameters():
     with pytest.raises(ValueError, match=r"'h.0.ln_1.weight' is none of the trainable"):
         HessianOperator(model, closure, names=["h.0.ln_1.weight"])
     model.unused.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"'unused' is trainable no more. Make a new HessianOperator"
-    ):
+    with pytest.raises(ValueError, match=r"'unused' is no longer trainable. Make a new operator"):
         H @ v
 
 

@@ -1,7 +1,6 @@
 """The mass of pairs of blocks against the dense matrix, over all probes, and with honest errors."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -10,11 +9,8 @@ from torch import nn
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import HessianOperator
 from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
+from blockopt.blocks import BlockGroup
 from tests.helpers.matrices import AttentionHessian, Products, all_signs, random_symmetric
-
-MODULE = sys.modules[
-    "blockopt.analysis.spectral.block_mass"
-]  # the package may name the function so
 
 PARTS = {"a": torch.tensor([4, 1, 0]), "b": torch.tensor([2, 6]), "c": torch.tensor([3, 5, 7])}
 
@@ -57,7 +53,10 @@ def test_mean_over_all_probes(monkeypatch):
     for first in signs:
         for second in signs:
             draws = iter([first, first, second, second])
-            monkeypatch.setattr(MODULE, "random_signs", lambda *_, draws=draws: next(draws))
+            monkeypatch.setattr(
+                "blockopt.analysis.spectral.products.random_signs",
+                lambda *_, draws=draws: next(draws),
+            )
             found = block_mass(A, PARTS, num_probes=2)
             assert torch.equal(found.matrix, found.matrix.T)
             mean += found.matrix / 64
@@ -154,8 +153,8 @@ def test_operator_of_a_model():
         lambda: (model(x) - y).square().mean(),
         names=["self_attn.in_proj_weight", "linear1.weight"],
     )
-    parts = {label: H.entries(label) for label in H.blocks()}
-    assert "self_attn.in_proj_weight query head 1" in parts
+    parts = {group: H.entries(group) for group in H.blocks()}
+    assert BlockGroup("query", parameter="self_attn.in_proj_weight", head=1) in parts
     truth = exact(dense(H), parts)
     found = block_mass(H, parts, num_probes=8)
     torch.testing.assert_close(found.matrix, truth)

@@ -11,7 +11,6 @@ from blockopt.analysis.spectral.heterogeneity import (
     jensen_shannon,
     negative_share,
     norm_spread,
-    norm_spread_by_group,
 )
 from tests.helpers.matrices import AttentionHessian, normal, with_spectrum
 
@@ -35,17 +34,6 @@ def test_norm_spread_of_zeros():
     assert norm_spread({"a": 0.0, "b": 0.0}) == (2, 0, 0, 0, 1, 0)
 
 
-def test_norm_spread_by_group():
-    norms, groups = (
-        {"v": 3.0, "q0": 1.0, "q1": 10.0},
-        {"q0": "query", "q1": "query", "v": "value", "unused": "head"},
-    )
-    found = norm_spread_by_group(norms, groups)
-    assert list(found) == ["value", "query"]
-    assert found["query"] == norm_spread({"q0": 1.0, "q1": 10.0})
-    assert found["value"] == norm_spread({"v": 3.0})
-
-
 def test_norm_errors():
     with pytest.raises(ValueError, match=r"Invalid norms=\{\}. Must name at least one block"):
         norm_spread({})
@@ -54,10 +42,6 @@ def test_norm_errors():
             ValueError, match=rf"Invalid norm {bad} of 'b'. Must be finite and >= 0"
         ):
             norm_spread({"a": 1.0, "b": bad})
-    with pytest.raises(
-        ValueError, match=r"Invalid groups: lacks \['a'\]. Must give the group of every block"
-    ):
-        norm_spread_by_group({"a": 1.0}, {})
 
 
 def test_closed_form_of_well_separated_atoms():
@@ -172,7 +156,7 @@ def test_jensen_shannon_errors():
         jensen_shannon(two, axis="log")
     with pytest.raises(
         ValueError,
-        match=r"Invalid threshold=1 with axis='linear'. Must be None, or axis='symmetric log'",
+        match=r"Invalid threshold=1 with axis='linear'. Must be None, or take axis='symmetric log'",
     ):
         jensen_shannon(two, threshold=1)
     with pytest.raises(ValueError, match=r"Invalid threshold=0. Must be > 0"):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jacrev
 
+from blockopt.analysis.closed_forms.growth import BlockPart
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import (
     FunctionalOperator,
@@ -99,8 +100,8 @@ def test_exact_norms_of_the_last_layer(norm, softmax):
     for part, operator in operators.items():
         for role in ROLES:
             expected = float(dense(operator(model, loss, names=[f"layers.1.{role}"])).norm())
-            scale = found[f"full {role}"]
-            assert found[f"{part} {role}"] == pytest.approx(
+            scale = found[BlockPart("full", role)]
+            assert found[BlockPart(part, role)] == pytest.approx(
                 expected, rel=1e-8, abs=1e-10 * scale
             ), (part, role)
 
@@ -128,7 +129,7 @@ def test_linear_attention_is_homogeneous():
     inputs, targets = addition(2)
     models = (LinearAttentionChain(4, 2, scale=scale) for scale in (1.0, 2.0))
     first, second = (
-        estimated_norms(model, inputs, targets, 0, ["query"], 3, 0)["outer query"]
+        estimated_norms(model, inputs, targets, 0, ["query"], 3, 0)[BlockPart("outer", "query")]
         for model in models
     )
     assert second / first == pytest.approx(
