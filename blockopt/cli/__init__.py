@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from blockopt.cli import describe, hessian
+from blockopt.cli.errors import UserError
 
 COMMANDS = {
     "describe": (describe, "table of the blocks of a model"),
@@ -13,7 +14,11 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code.
+
+    Raises:
+        SystemExit: With one line, if the user made a mistake. Bugs keep their traceback.
+    """
     parser = argparse.ArgumentParser(prog="blockopt", description="Hessian blocks of transformers.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (command, about) in COMMANDS.items():
@@ -21,4 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
             commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
         )
     options = parser.parse_args(arguments)
-    return COMMANDS[options.command][0].run(options)
+    try:
+        code: int = COMMANDS[options.command][0].run(options)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+    return code

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from blockopt.blocks import ROW_ROLES, describe, find_blocks
+from blockopt.cli.configs import find_config, import_transformers
+from blockopt.cli.errors import UserError, user_mistakes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument(
         "model", help="a transformers model type (gpt2), a config.json or its folder, or a hub name"
     )
@@ -31,43 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     model = build_from_config(options.model)
-    try:
+    with user_mistakes(ValueError):  # a model whose blocks cannot be told
         blocks = find_blocks(model, per_head=not options.no_per_head, per_row=options.per_row)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
     print(f"{type(model).__name__} ({options.model})")
     print(describe(model, blocks, by_layer=options.by_layer))
     return 0
 
 
 def build_from_config(source: str) -> nn.Module:
-    """The model of a transformers config, without weights: on the `meta` device, nothing of the model is downloaded.
-
-    Args:
-        source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, a folder
-            that holds one, or the name of a model on the hub, whose config alone is fetched.
+    """Build the model of a config on the `meta` device, without weights.
 
     Raises:
-        SystemExit: If transformers is not installed or the config cannot be had.
+        UserError: If transformers is not installed, the config is not found, or has no model.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise SystemExit("describe needs transformers: pip install 'blockopt[hf]'") from None
-    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    try:
-        if source in known and not Path(source).exists():
-            config = transformers.AutoConfig.for_model(source)
-        else:
-            config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"No model config at {source!r}: it is neither a model type of transformers {transformers.__version__} "
-            f"(gpt2, llama, qwen3, …), nor a config.json or a folder with one, nor a model that the hub gives now.\n"
-            f"transformers says: {str(error).splitlines()[0]}"
-        ) from None
+    config, transformers = find_config(source, hub=True), import_transformers()
     auto_classes = (  # masked before causal: BERT has both, and its causal form is the odd one
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForCausalLM,
@@ -77,8 +57,9 @@ def build_from_config(source: str) -> nn.Module:
     )
     auto_class = next((c for c in auto_classes if type(config) in c._model_mapping), None)
     if auto_class is None:
-        raise SystemExit(
-            f"transformers {transformers.__version__} has no model for the {type(config).__name__} of {source!r}."
+        raise UserError(
+            f"transformers {transformers.__version__} has no model for the {type(config).__name__} "
+            f"of {source!r}."
         )
     with torch.device("meta"):
         model: nn.Module = auto_class.from_config(config)

@@ -1,4 +1,4 @@
-"""`python -m blockopt hessian gpt2 --text file.txt`: the arguments, what is printed, and the files that are written."""
+"""`blockopt hessian gpt2 --text file.txt`: the options, what is printed, and what is written."""
 
 from __future__ import annotations
 
@@ -11,168 +11,136 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 import blockopt
-from blockopt.analysis.report import Cost, HessianReport, Matrix, hessian_report
-from blockopt.analysis.spectral.density import SpectralDensity
-from blockopt.analysis.tables import plain
-from blockopt.blocks.groups import Level
-from blockopt.cli.local_model import (
-    SMALL,
-    Corpus,
-    LocalModel,
-    load_model,
-    load_text,
-    next_token_losses,
+from blockopt.analysis.block_report import Probes
+from blockopt.analysis.formatting import plain
+from blockopt.analysis.memory import TooLargeError
+from blockopt.analysis.report import (
+    Cost,
+    HessianReport,
+    Matrix,
+    hessian_report,
+    matching_parameters,
 )
+from blockopt.blocks import Level, find_blocks
+from blockopt.cli.configs import import_transformers
+from blockopt.cli.errors import UserError, user_mistakes
+from blockopt.cli.local_model import Corpus, LocalModel, load_model, load_text, next_token_losses
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-MOST_IN_A_PLOT = 13  # blocks; more of them are pooled by role
+SMALL = 10**7  # parameters up to which float64 is the default
 EXAMPLES = """examples:
-  python -m blockopt hessian gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --set vocab_size=256 --text book.txt
-  python -m blockopt hessian ./checkpoint --text book.txt --by head --only 'h.0.attn.*' --out results
-  python -m blockopt hessian llama.json --text book.txt --matrix gauss-newton --by layer --top 5
+  blockopt hessian gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --text book.txt
+  blockopt hessian ./checkpoint --text book.txt --by head --only 'h.0.attn.*' --out results
+  blockopt hessian llama.json --text book.txt --matrix gauss-newton --by layer --top 5
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EXAMPLES
-    add = parser.add_argument
-    add(
-        "model",
-        help="a transformers model type (gpt2), a config.json, or a folder with one and maybe weights; local only",
+
+    def add(*names: str, help: str, **options: Any) -> None:
+        parser.add_argument(*names, help=help, **options)
+
+    def add_number(name: str, default: int, help: str, **options: Any) -> None:
+        add(name, type=int, default=default, help=f"{help} (default {default})", **options)
+
+    def add_list(name: str, metavar: str, help: str) -> None:
+        add(name, action="append", default=[], metavar=metavar, help=f"{help}; repeatable")
+
+    def add_flag(name: str, help: str) -> None:
+        add(name, action="store_true", help=help)
+
+    def add_choice(name: str, choices: tuple[str, ...], help: str) -> None:
+        add(name, choices=choices, default=choices[0], help=f"{help} (default {choices[0]})")
+
+    local = (
+        "a transformers model type (gpt2), a config.json, or a folder with one and maybe weights"
     )
+    add("model", help=f"{local}; nothing is downloaded")
     add("--text", required=True, metavar="FILE", help="local text, UTF-8")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace an entry of the config; repeatable",
+    add_list("--set", "KEY=VALUE", "replace an entry of the config")
+    add_flag("--random", "take random weights although the folder holds a checkpoint")
+    add_number("--seed", 0, "the seed of random weights and of all probes")
+    add_number("--length", 64, "tokens per sequence")
+    add_number("--sequences", 8, "sequences, spread over the text")
+    add_number("--batch", 8, "sequences at a time; more are faster, fewer take less memory")
+    dtypes, rule = ("float32", "float64"), f"float64 up to {SMALL:,} parameters, float32 beyond"
+    add("--dtype", choices=dtypes, help=f"dtype of the model (default {rule})")
+    add("--device", default="cpu", help="where to compute (default cpu)")
+    add_choice("--matrix", get_args(Matrix), "functional is hessian - gauss-newton")
+    add_choice(
+        "--by", get_args(Level), "one block per role of the model, a layer, a tensor, or head"
     )
-    add(
-        "--random",
-        action="store_true",
-        help="random weights although the folder holds a checkpoint",
-    )
-    add("--seed", type=int, default=0, help="of random weights and of all probes (default 0)")
-    add("--length", type=int, default=64, help="tokens a sequence (default 64)")
-    add("--sequences", type=int, default=8, help="sequences, spread over the text (default 8)")
-    add(
-        "--batch",
-        type=int,
-        default=8,
-        help="sequences at a time; more are faster, fewer take less memory (default 8)",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        help=f"default float64 up to {SMALL:,} parameters, float32 beyond",
-    )
-    add("--device", default="cpu", help="default cpu")
-    add(
-        "--matrix",
-        choices=get_args(Matrix),
-        default="hessian",
-        help="default hessian; functional = hessian - gauss-newton",
-    )
-    add(
-        "--by",
-        choices=get_args(Level),
-        default="role",
-        help="blocks: a role of the model, a layer or a tensor, or a head",
-    )
-    add(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="parameters, such as 'h.0.*'; repeatable",
-    )
-    add(
-        "--top",
-        type=int,
-        default=1,
-        metavar="K",
-        help="eigenvalues a block, the farthest from 0 (default 1)",
-    )
-    add(
-        "--probes",
-        type=int,
-        default=20,
-        help="random vectors a block, for traces and norms (default 20)",
-    )
-    add("--steps", type=int, default=30, help="Lanczos steps for a spectrum (default 30)")
-    add(
-        "--starts",
-        type=int,
-        default=3,
-        help="start vectors for a spectrum (default 3; 0 for no spectra)",
-    )
-    add("--exact", action="store_true", help="build every diagonal block, if it fits into memory")
-    add(
-        "--out",
-        metavar="FOLDER",
-        help="write report.json, blocks.csv, spectrum.png and blocks.png there",
-    )
+    add_list("--only", "PATTERN", "only parameters that fit, such as 'h.0.*'")
+    add_number("--top", 1, "eigenvalues per block, the farthest from 0", metavar="K")
+    add_number("--probes", 20, "random vectors per block, for traces and norms")
+    add_number("--steps", 30, "Lanczos steps per spectrum")
+    add_number("--starts", 3, "start vectors per spectrum, 0 for no spectra")
+    add_flag("--exact", "build every diagonal block, if it fits into memory")
+    files = "report.json, blocks.csv, spectrum.png and blocks.png"
+    add("--out", metavar="FOLDER", help=f"write {files} there")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        SystemExit: With a message for people, if something is wrong.
+        UserError: If an option or a file is wrong, memory does not suffice, or a number is not
+            finite.
     """
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             _run(options, caught)
-    except (ValueError, TypeError, ImportError, FloatingPointError, OSError) as error:
-        raise SystemExit(str(error)) from None
+    except (TooLargeError, FloatingPointError) as error:
+        raise UserError(str(error)) from None
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise SystemExit(
+        raise UserError(
             f"Out of memory. Try a smaller --batch or --length.\ntorch says: {error}"
         ) from None
     return 0
 
 
 def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> None:
+    with user_mistakes(ValueError):
+        probes = Probes(
+            top=options.top,
+            num_probes=options.probes,
+            num_steps=options.steps,
+            num_starts=options.starts,
+            exact=options.exact,
+            seed=options.seed,
+        )
     if options.batch < 1:
-        raise ValueError(f"Invalid --batch {options.batch}. Must be an integer >= 1.")
+        raise UserError(f"Invalid --batch {options.batch}. Must be an integer >= 1.")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"Invalid --device {options.device}: {str(error).splitlines()[0]}"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"Invalid --device {options.device}: {reason}") from None
     folder = None if options.out is None else Path(options.out)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # now, not after an hour
-    source = load_model(
-        options.model, _overrides(options.set), random=options.random, seed=options.seed
-    )
-    corpus = load_text(
-        options.text,
-        source.model,
-        source.folder,
-        sequences=options.sequences,
-        length=options.length,
-    )
+        with user_mistakes(OSError):
+            folder.mkdir(parents=True, exist_ok=True)  # now, not after an hour
+    overrides, random = _overrides(options.set), options.random
+    source = load_model(options.model, overrides, random=random, seed=options.seed)
+    where = {"sequences": options.sequences, "length": options.length}
+    corpus = load_text(options.text, source.model, source.folder, **where)
     number = sum(p.numel() for p in source.model.parameters())
     dtype = options.dtype or ("float64" if number <= SMALL else "float32")
     model = source.model.to(options.device, getattr(torch, dtype))
-    print(
-        f"{type(model).__name__} ({options.model}), {number:,} parameters in {dtype}, {source.weights}"
-    )
+    with user_mistakes(ValueError):  # a pattern that fits nothing, or blocks that cannot be told
+        matching_parameters(model, options.only)
+        blocks = find_blocks(model, per_head=options.by == "head", per_row=())
+    size = f"{number:,} parameters in {dtype}"
+    print(f"{type(model).__name__} ({options.model}), {size}, {source.weights}")
     print(f"{options.sequences} sequences of {options.length} tokens from {options.text}")
     print(f"tokens: {corpus.tokens}", flush=True)
     report = hessian_report(
@@ -181,12 +149,8 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
         matrix=options.matrix,
         by=options.by,
         only=options.only,
-        top=options.top,
-        num_probes=options.probes,
-        num_steps=options.steps,
-        num_starts=options.starts,
-        exact=options.exact,
-        generator=torch.Generator().manual_seed(options.seed),
+        blocks=blocks,
+        probes=probes,
         progress=sys.stderr.isatty() and importlib.util.find_spec("rich") is not None,
         announce=_print_cost,
     )
@@ -194,24 +158,25 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
     if options.top > 1:
         print(f"{report.eigenvalue_table()}\n")
     print(report.summary())
-    print(
-        f"loss            {report.loss:.4f}, {report.matrix} symmetric to {report.asymmetry:.0e}, {_duration(report.seconds)}"
-    )
+    symmetric = f"{report.matrix} symmetric to {report.asymmetry:.0e}"
+    print(f"loss            {report.loss:.4f}, {symmetric}, {_duration(report.seconds)}")
     notes = _notes(report, dtype, caught)
     for note in notes:
         print(f"Note: {note}")
     if folder is not None:
-        written = _write(folder, report, _record(options, source, corpus, dtype, number, notes))
+        record = _record(options, source, corpus, dtype, number, notes)
+        with user_mistakes(OSError):
+            written = _write(folder, report, record)
         print(f"wrote {', '.join(map(str, written))}")
 
 
 def _overrides(settings: list[str]) -> dict[str, Any]:
-    """`["n_layer=2"]` as `{"n_layer": 2}`: JSON where it is JSON, else text."""
+    """Return `["n_layer=2"]` as `{"n_layer": 2}`: values as JSON, or as text if they are not."""
     found: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise ValueError(f"Invalid --set {setting}. Must be KEY=VALUE, such as n_layer=2.")
+            raise UserError(f"Invalid --set {setting}. Must be KEY=VALUE, such as n_layer=2.")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -220,16 +185,13 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
 
 
 def _print_cost(cost: Cost) -> None:
-    seconds = cost.num_products * cost.seconds_per_product
-    each = cost.seconds_per_product
-    print(
-        f"about {cost.num_products:,} products, {each:.2g} s for one: up to {_duration(seconds)}",
-        flush=True,
-    )
+    each, longest = cost.seconds_per_product, cost.num_products * cost.seconds_per_product
+    products = f"about {cost.num_products:,} products, {each:.2g} s for one"
+    print(f"{products}: up to {_duration(longest)}", flush=True)
 
 
 def _duration(seconds: float) -> str:
-    """In units that people read.
+    """Return seconds in units that people read.
 
     Example:
         >>> _duration(3.21), _duration(100), _duration(7300)
@@ -238,20 +200,15 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
-    return (
-        f"{minutes} min {int(seconds % 60)} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60} min"
-    )
+    if minutes < 60:
+        return f"{minutes} min {int(seconds % 60)} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _notes(report: HessianReport, dtype: str, caught: list[warnings.WarningMessage]) -> list[str]:
-    """What a reader should know: the warnings, and how far the numbers can be trusted."""
-    notes = list(
-        dict.fromkeys(
-            str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)
-        )
-    )
+    """Return what a reader should know: the warnings, and how far to trust the numbers."""
+    ours = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
+    notes = list(dict.fromkeys(ours))
     if dtype == "float64" and report.asymmetry > 1e-11:
         notes.append(
             "Parts of this model run in float32 in any dtype, as RMSNorm does in transformers."
@@ -267,9 +224,7 @@ def _record(
     number: int,
     notes: list[str],
 ) -> dict[str, Any]:
-    """How the numbers came about."""
-    import transformers
-
+    """Return how the numbers came about."""
     return {
         "options": {key: value for key, value in vars(options).items() if key != "command"},
         "model": type(source.model).__name__,
@@ -281,7 +236,7 @@ def _record(
         "versions": {
             "blockopt": blockopt.__version__,
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": import_transformers().__version__,
             "python": platform.python_version(),
         },
         "notes": notes,
@@ -289,152 +244,19 @@ def _record(
 
 
 def _write(folder: Path, report: HessianReport, record: Mapping[str, Any]) -> list[Path]:
+    """Write the report and return the paths of the files."""
     paths = [folder / "report.json", folder / "blocks.csv"]
     text = json.dumps({**plain(record), "report": report.to_dict()}, indent=1, allow_nan=False)
     paths[0].write_text(text + "\n", encoding="utf-8")
     rows = report.rows()
-    columns = dict.fromkeys(
-        key for row in sorted(rows, key=len, reverse=True) for key in row
-    )  # small blocks have fewer tops
+    columns = max(rows, key=len)  # small blocks have fewer tops
     with paths[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows(rows)
     if importlib.util.find_spec("matplotlib") is None:
         print("Note: no plots without matplotlib: pip install 'blockopt[recipes]'.")
         return paths
-    return paths + _plot(folder, report, f"{record['model']}, {record['weights']}")
+    from blockopt.cli.hessian_plots import write_plots
 
-
-def _plot(folder: Path, report: HessianReport, title: str) -> list[Path]:
-    figures = {
-        "spectrum.png": _spectra_figure(report, title),
-        "blocks.png": _blocks_figure(report, title),
-    }
-    paths = []
-    for name, figure in figures.items():
-        if figure is not None:
-            figure.savefig(folder / name, dpi=130)
-            paths.append(folder / name)
-    return paths
-
-
-def _spectra_figure(report: HessianReport, title: str) -> Figure | None:
-    """The spectrum of each block and of the whole, one below the other on a common axis; None without spectra."""
-    from matplotlib.figure import Figure
-
-    from blockopt.analysis.plots import spectral_densities
-
-    spectra = _pooled_spectra(report)
-    largest = max((float(spectrum.nodes.abs().max()) for spectrum in spectra.values()), default=0.0)
-    if not largest > 0:
-        return None
-    exact = all(block.exact for block in report.blocks.values())
-    threshold = (1e-6 if exact else 1e-4) * largest
-    figure = Figure(figsize=(8, 1.4 + 0.85 * len(spectra)), layout="constrained")
-    axes = figure.subplots(len(spectra), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (label, spectrum) in zip(axes, spectra.items()):
-        spectral_densities({label: spectrum}, threshold=threshold, title="", ax=axis)
-        axis.set_xlabel("")
-        axis.set_ylabel("")
-        axis.axvline(0, color="#999999", linewidth=0.5)
-        axis.legend().remove()
-        ends = f"{float(spectrum.nodes[0]):.2g} to {float(spectrum.nodes[-1]):.2g}"
-        axis.set_title(f"{label}: {ends}", loc="left", fontsize=8, pad=2)
-    caution = (
-        ""
-        if exact
-        else "\nestimated by Lanczos steps, which do not tell apart what is near 0 in the range of a block"
-    )
-    axes[-1].set_xlabel(
-        f"eigenvalue (linear up to {threshold:.0e}, logarithmic beyond){caution}", fontsize=9
-    )
-    axes[-1].tick_params(axis="x", labelsize=8, rotation=60)
-    figure.supylabel("density per decade", fontsize=9)
-    figure.suptitle(f"Spectra of {report.matrix} blocks: {title}", fontsize=10)
-    return figure
-
-
-def _blocks_figure(report: HessianReport, title: str) -> Figure:
-    """The norm of each block, and the share of each pair in the whole."""
-    from matplotlib.figure import Figure
-
-    from blockopt.analysis.plots import block_mass_heatmap, role_color
-
-    mass = _pooled_mass(report)
-    labels = report.short_labels()
-    shown = {
-        labels[label]: block.frobenius
-        for label, block in report.blocks.items()
-        if block.frobenius.value > 0
-    }
-    height = max(2 + 0.6 * len(mass), 1 + 0.16 * len(shown))
-    figure = Figure(figsize=(6.5 + 0.7 * len(mass), min(height, 60)), layout="constrained")
-    norms, heat = figure.subplots(1, 2, width_ratios=(4.5, 1.2 + 0.7 * len(mass)))
-    for place, (label, norm) in enumerate(shown.items()):
-        color = role_color(_role(label), 7)
-        norms.errorbar(
-            [norm.value],
-            [place],
-            xerr=[norm.standard_error],
-            color=color,
-            marker="o",
-            markersize=5,
-            capsize=2,
-        )
-    norms.set_yticks(range(len(shown)), list(shown), fontsize=8 if len(shown) <= 40 else 6)
-    norms.set_xscale("log")
-    norms.grid(axis="x", alpha=0.4)
-    norms.invert_yaxis()
-    norms.set_title(f"Frobenius norms of {report.matrix} blocks", fontsize=10)
-    matrix = torch.tensor([[mass[a][b] for b in mass] for a in mass])
-    if float(matrix.sum()) > 0:
-        block_mass_heatmap(list(mass), matrix, ax=heat)
-    figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def _role(label: str) -> str:
-    """The role at the end of a label of any level.
-
-    Example:
-        >>> [_role(label) for label in ("query", "0.query", "h.0.attn.c_attn.weight:query", "h.0.attn.weight query head 1")]
-        ['query', 'query', 'query', 'query']
-    """
-    words = label.split()
-    return words[1] if len(words) > 1 else label.rpartition(":")[2].rpartition(".")[2]
-
-
-def _pooled_spectra(report: HessianReport) -> dict[str, SpectralDensity]:
-    """Those of the blocks, or of too many all eigenvalues of the blocks of a role together; and that of the whole."""
-    by_role = len(report.blocks) > MOST_IN_A_PLOT
-    members: dict[str, list[tuple[SpectralDensity, int]]] = {}
-    names = {label: _role(label) for label in report.blocks} if by_role else report.short_labels()
-    for label, block in [*report.blocks.items(), ("whole", report.whole)]:
-        if block.spectrum is not None:
-            members.setdefault(names.get(label, label), []).append(
-                (block.spectrum, block.dimension)
-            )
-    pooled = {}
-    for label, some in members.items():
-        total = sum(dimension for _, dimension in some)
-        nodes: Tensor = torch.cat([spectrum.nodes for spectrum, _ in some])
-        weights = torch.cat(
-            [spectrum.weights * (dimension / total) for spectrum, dimension in some]
-        )
-        order = nodes.argsort()
-        pooled[label] = SpectralDensity(nodes[order], weights[order])
-    return pooled
-
-
-def _pooled_mass(report: HessianReport) -> dict[str, dict[str, float]]:
-    """Squared norms by pairs of blocks, or of too many by pairs of roles."""
-    by_role = len(report.blocks) > MOST_IN_A_PLOT
-    names = [
-        _role(label) if by_role else report.short_labels()[label] for label in report.mass.labels
-    ]
-    found: dict[str, dict[str, float]] = {name: dict.fromkeys(names, 0.0) for name in names}
-    for a, row in zip(names, report.mass.matrix.tolist()):
-        for b, value in zip(names, row):
-            found[a][b] += value
-    return found
+    return paths + write_plots(folder, report, f"{record['model']}, {record['weights']}")

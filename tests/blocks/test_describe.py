@@ -153,7 +153,7 @@ def test_the_command_prints_the_table_of_a_model_type():
 
 def test_the_command_fails_clearly_on_an_unknown_name(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SystemExit, match="No model config at 'no-such/model'"):
+    with pytest.raises(SystemExit, match="No model at 'no-such/model'"):
         main(["describe", "no-such/model"])
     assert capsys.readouterr().out == ""
 
@@ -213,13 +213,13 @@ def test_the_model_for_training_is_described(model_type, class_name, capsys, tmp
 
 
 def test_a_folder_without_a_config_fails_clearly(tmp_path):
-    with pytest.raises(SystemExit, match="No model config at"):
+    with pytest.raises(SystemExit, match="No model at"):
         main(["describe", str(tmp_path)])
 
 
 def test_a_config_of_an_unknown_type_fails_clearly(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
-    with pytest.raises(SystemExit, match="No model config at"):
+    with pytest.raises(SystemExit, match="No model type 'no-such-type'"):
         main(["describe", str(tmp_path)])
 
 

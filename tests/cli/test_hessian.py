@@ -1,4 +1,4 @@
-"""`python -m blockopt hessian`: models and texts from local files, what is printed, the files, and every error."""
+"""`blockopt hessian`: models and texts from local files, what is printed, the files, and errors."""
 
 import csv
 import json
@@ -10,7 +10,9 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+from blockopt.analysis import Probes, hessian_report
 from blockopt.cli import main
+from blockopt.cli.hessian_plots import MOST_IN_A_PLOT, pooled_mass, pooled_spectra
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
 
 TEXT = (
@@ -121,7 +123,7 @@ def test_files_hold_the_exact_spectra_of_small_blocks(kind, tmp_path, text, caps
     if kind == "gpt2":  # values are the last third of the columns
         where = torch.arange(48).reshape(4, 12)[:, 8:].flatten()
         matrix = matrix[where][:, where]
-    label = f"{name}:value"
+    label = f"{name} value"
     values = torch.linalg.eigvalsh(matrix)
     block = found["report"]["blocks"][label]
     atol = (1e-10 if kind == "gpt2" else 1e-6) * float(values.abs().max())
@@ -190,16 +192,12 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, 
 
 
 def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
-    from blockopt.analysis.report import hessian_report
-    from blockopt.cli.hessian import MOST_IN_A_PLOT, _pooled_mass, _pooled_spectra
-
     model = load_model("gpt2", GPT2).model.double()
     ids = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(0))
-    report = hessian_report(
-        model, next_token_losses(model, ids, 2), by="tensor", num_steps=3, num_starts=1
-    )
+    probes = Probes(num_steps=3, num_starts=1)
+    report = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", probes=probes)
     assert len(report.blocks) > MOST_IN_A_PLOT
-    mass, spectra = _pooled_mass(report), _pooled_spectra(report)
+    (names, mass), spectra = pooled_mass(report), pooled_spectra(report)
     roles = {
         "embedding",
         "position",
@@ -212,14 +210,14 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
         "norm",
         "bias",
     }
-    assert set(mass) == roles
+    assert set(names) == roles
     assert set(spectra) == {*roles, "whole"}
-    assert sum(sum(row.values()) for row in mass.values()) == pytest.approx(
-        float(report.mass.matrix.sum()), rel=1e-12
-    )
-    norms = [label for label in report.mass.labels if label.endswith(":norm")]
-    numbers = [report.mass.labels.index(label) for label in norms]
-    assert mass["norm"]["norm"] == pytest.approx(
+    assert float(mass.sum()) == pytest.approx(float(report.mass.matrix.sum()), rel=1e-12)
+    assert report.mass.labels == tuple(report.blocks)
+    norms = [group for group in report.blocks if group.role == "norm"]
+    numbers = [report.mass.labels.index(group) for group in norms]
+    place = names.index("norm")
+    assert float(mass[place, place]) == pytest.approx(
         float(report.mass.matrix[numbers][:, numbers].sum()), rel=1e-12
     )
     mean = sum(report.blocks[n].dimension * report.blocks[n].spectrum.moment(1) for n in norms)
@@ -309,8 +307,8 @@ def test_errors_of_models(tmp_path, text):
     rest = ("--text", text, *QUICK)
     assert "Nothing is downloaded" in message_of("no/such/model", *rest)
     assert "bert is a masked language model" in message_of("bert", *rest)
-    assert "t5 is no causal language model" in message_of("t5", *rest)
-    assert "vit is no causal language model" in message_of("vit", *rest)
+    assert "t5 is not a causal language model" in message_of("t5", *rest)
+    assert "vit is not a causal language model" in message_of("vit", *rest)
     folder = config_folder(tmp_path / "model")
     assert (
         message_of(folder, *rest, "--set", "n_layer")
@@ -327,7 +325,7 @@ def test_errors_of_models(tmp_path, text):
         folder, *rest, "--set", "n_layer=abc"
     )
     (tmp_path / "model" / "config.json").write_text("{")
-    assert "is no JSON" in message_of(folder, *rest)
+    assert "is not JSON" in message_of(folder, *rest)
     (tmp_path / "model" / "config.json").write_text('{"n_layer": 2}')
     assert "has no 'model_type'" in message_of(folder, *rest)
     config_folder(tmp_path / "model", "unheard_of")
@@ -388,12 +386,25 @@ def test_out_of_memory_and_other_failures_of_torch(tmp_path, text, monkeypatch):
     monkeypatch.setattr("blockopt.cli.hessian.hessian_report", fail)
     assert "Try a smaller --batch or --length" in message_of(folder, "--text", text, *QUICK)
 
-    def break_down(*arguments, **options):
-        raise RuntimeError("a bug")
 
-    monkeypatch.setattr("blockopt.cli.hessian.hessian_report", break_down)
-    with pytest.raises(RuntimeError, match="a bug"):  # with its traceback
-        main(["hessian", folder, "--text", text, *QUICK])
+@pytest.mark.parametrize(
+    "kind", [RuntimeError, ValueError, TypeError, KeyError, OSError, ImportError]
+)
+@pytest.mark.parametrize("where", ["hessian_report", "load_text", "next_token_losses"])
+def test_bugs_keep_their_traceback(tmp_path, text, monkeypatch, kind, where):
+    def break_down(*arguments, **options):
+        raise kind("a bug")
+
+    monkeypatch.setattr(f"blockopt.cli.hessian.{where}", break_down)
+    with pytest.raises(kind, match="a bug"):
+        main(["hessian", config_folder(tmp_path / "model"), "--text", text, *QUICK])
+
+
+def test_numbers_that_are_not_finite_are_told_in_one_line(tmp_path, text):
+    folder, model = checkpoint(tmp_path / "model")
+    model.transformer.wte.weight.data[0, 0] = torch.nan
+    model.save_pretrained(folder)
+    assert "Curvature needs a finite loss" in message_of(folder, "--text", text, *QUICK)
 
 
 def test_without_transformers_or_matplotlib(tmp_path, text, monkeypatch, capsys):
@@ -410,19 +421,19 @@ def test_without_transformers_or_matplotlib(tmp_path, text, monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert (
         message_of(folder, "--text", text)
-        == "The command hessian needs transformers: pip install 'blockopt[hf]'."
+        == "This command needs transformers: pip install 'blockopt[hf]'."
     )
 
 
 def test_warnings_become_notes(tmp_path, text, monkeypatch, capsys):
-    from blockopt.analysis import report
+    from blockopt.analysis import block_report
 
-    original = report.top_eigenpairs
+    original = block_report.top_eigenpairs
 
     def few_steps(operator, k, *, tolerance, generator):
         return original(operator, k, tolerance=1e-14, max_steps=k, generator=generator)
 
-    monkeypatch.setattr(report, "top_eigenpairs", few_steps)
+    monkeypatch.setattr(block_report, "top_eigenpairs", few_steps)
     found, _ = run_files(
         tmp_path, config_folder(tmp_path / "model"), "--text", text, *QUICK, "--only", "mlp.*"
     )
