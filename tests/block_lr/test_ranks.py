@@ -15,7 +15,7 @@ from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
 from blockopt.curvature.gauss_newton import gauss_newton
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
-from tests.optim.test_sharded import run, shard, whole
+from tests.helpers.ranks import run_on_two_ranks, shard, whole
 
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
@@ -223,15 +223,11 @@ def replicated(rank):
     resumed(rank)
 
 
-def test_replicated():
-    run(replicated)
-
-
 def sharded(rank):
     sharded_estimators(rank)
     sharded_equals_whole(rank)
     one_rank_fails(rank, shard, ["secant"])
 
 
-def test_sharded():
-    run(sharded)
+def test_two_ranks_scale_alike():
+    run_on_two_ranks(replicated, sharded)

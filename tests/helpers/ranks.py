@@ -1,0 +1,44 @@
+"""Two processes that run tasks together."""
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def run_on_two_ranks(*tasks):
+    """Run every `task(rank)`, one after another, in two processes, which take seconds to start."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_start, args=(port, tasks), nprocs=2, join=True)
+
+
+def _start(rank, port, tasks):
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        for task in tasks:
+            task(rank)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    # A thread of gloo that is still alive when C++ takes down its statics can abort the process.
+    os._exit(0)
+
+
+def shard(model):
+    for block in model.h:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
