@@ -1,12 +1,11 @@
-"""The block finder: which role every parameter plays and where it is cut, against tables written by hand."""
+"""The block finder against tables written by hand: roles, and where parameters are cut."""
 
 import pytest
 import torch
 from torch import nn
 
 from blockopt import Split, find_blocks
-from blockopt.blocks import ROLES
-from blockopt.blocks.split import block_numel
+from blockopt.blocks import ROLES, block_numel
 from tests.helpers.expected_blocks import ATTENTION, EXPECTED, rows, section_roles
 from tests.helpers.models import CAUSAL, FAMILIES, block_index
 
@@ -64,9 +63,8 @@ def test_without_heads_each_role_is_one_block_of_the_same_entries(name):
 
 
 def test_merged_interleaved_heads_are_pooled():
-    blocks = find_blocks(FAMILIES["gpt_neox"](), per_head=False)[
-        "gpt_neox.layers.0.attention.query_key_value.weight"
-    ]
+    merged = find_blocks(FAMILIES["gpt_neox"](), per_head=False)
+    blocks = merged["gpt_neox.layers.0.attention.query_key_value.weight"]
     assert blocks.block_roles == ("query", "key", "value")
     assert blocks.split == Split(0, (4, 4, 4), (1, 1, 1), repeat=4, pooled=True)
     assert block_numel((48, 16), blocks.split).tolist() == [256, 256, 256]
@@ -133,7 +131,7 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-# torch.compile imports code that torch itself has deprecated
+# torch.compile imports code that torch itself has deprecated.
 compiles = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
@@ -167,9 +165,7 @@ def test_compiling_the_attention_modules_alone_changes_the_names_alone(name):
                 setattr(module, attribute, torch.compile(child))
     found = find_blocks(model)
     assert any("_orig_mod" in parameter for parameter in found)
-    assert {
-        parameter.replace("_orig_mod.", ""): blocks for parameter, blocks in found.items()
-    } == expected
+    assert {name.replace("_orig_mod.", ""): entry for name, entry in found.items()} == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,14 +12,10 @@ HEADS, KEY_VALUE_HEADS, HEAD_DIM, WIDTH = 4, 2, 3, 10
 ROLES = ("query", "key", "value")
 
 
-def layer(name, **linears):
+def layer(name, kv, **linears):
     """A module of type `name` that holds attention projections."""
     module = type(name, (nn.Module,), {})()
-    module.num_heads, module.head_dim, module.num_key_value_heads = (
-        HEADS,
-        HEAD_DIM,
-        linears.pop("key_value_heads"),
-    )
+    module.num_heads, module.head_dim, module.num_key_value_heads = HEADS, HEAD_DIM, kv
     for attribute, linear in linears.items():
         setattr(module, attribute, linear)
     return module
@@ -31,41 +27,24 @@ def heads_of(role, key_value_heads):
 
 def separate(kv):
     q, k, v = (nn.Linear(WIDTH, HEAD_DIM * heads_of(role, kv)) for role in ROLES)
-    return layer(
-        "LlamaAttention",
-        q_proj=q,
-        k_proj=k,
-        v_proj=v,
-        o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH),
-        key_value_heads=kv,
-    )
+    o = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+    return layer("LlamaAttention", kv, q_proj=q, k_proj=k, v_proj=v, o_proj=o)
 
 
 def contiguous(kv):
     fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
-    return layer(
-        "Phi3Attention",
-        qkv_proj=fused,
-        o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH),
-        key_value_heads=kv,
-    )
+    return layer("Phi3Attention", kv, qkv_proj=fused, o_proj=nn.Linear(HEADS * HEAD_DIM, WIDTH))
 
 
 def conv1d(kv):
     fused = Conv1D(HEAD_DIM * (HEADS + 2 * kv), WIDTH)
-    return layer(
-        "GPT2Attention", c_attn=fused, c_proj=Conv1D(WIDTH, HEADS * HEAD_DIM), key_value_heads=kv
-    )
+    return layer("GPT2Attention", kv, c_attn=fused, c_proj=Conv1D(WIDTH, HEADS * HEAD_DIM))
 
 
 def interleaved(kv):
     fused = nn.Linear(WIDTH, HEAD_DIM * (HEADS + 2 * kv))
-    return layer(
-        "FalconAttention",
-        query_key_value=fused,
-        dense=nn.Linear(HEADS * HEAD_DIM, WIDTH),
-        key_value_heads=kv,
-    )
+    output = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+    return layer("FalconAttention", kv, query_key_value=fused, dense=output)
 
 
 def torch_attention(kv):
@@ -73,34 +52,33 @@ def torch_attention(kv):
 
 
 def interleave(parts, kv):
-    """(queries of a group, its key, its value) for each key-value head."""
+    """Put the queries of a group, its key and its value side by side, for each key-value head."""
     query, key, value = (p.unflatten(0, (kv, -1)) for p in parts)
     return torch.cat([query, key, value], dim=1).flatten(0, 1)
 
 
 def pack(layout, weights, kv):
-    """The canonical {query, key, value, output and their biases} as the parameters of a layout."""
+    """Return canonical {query, key, value, output and their biases} as a layout's parameters."""
     qkv, biases = [weights[role] for role in ROLES], [weights[f"{role} bias"] for role in ROLES]
+    output = (weights["output"], weights["output bias"])
     if layout is separate:
         names = ("q_proj", "k_proj", "v_proj")
-        stored = {f"{n}.weight": w for n, w in zip(names, qkv)} | {
-            f"{n}.bias": b for n, b in zip(names, biases)
+        stored = dict(zip(names, zip(qkv, biases))) | {"o_proj": output}
+    elif layout is contiguous:
+        stored = {"qkv_proj": (torch.cat(qkv), torch.cat(biases)), "o_proj": output}
+    elif layout is conv1d:
+        stored = {
+            "c_attn": (torch.cat(qkv).T, torch.cat(biases)),
+            "c_proj": (output[0].T, output[1]),
         }
-        return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
-    if layout is contiguous:
-        stored = {"qkv_proj.weight": torch.cat(qkv), "qkv_proj.bias": torch.cat(biases)}
-        return stored | {"o_proj.weight": weights["output"], "o_proj.bias": weights["output bias"]}
-    if layout is conv1d:
-        stored = {"c_attn.weight": torch.cat(qkv).T, "c_attn.bias": torch.cat(biases)}
-        return stored | {
-            "c_proj.weight": weights["output"].T,
-            "c_proj.bias": weights["output bias"],
-        }
-    stored = {
-        "query_key_value.weight": interleave(qkv, kv),
-        "query_key_value.bias": interleave(biases, kv),
+    else:
+        fused = (interleave(qkv, kv), interleave(biases, kv))
+        stored = {"query_key_value": fused, "dense": output}
+    return {
+        f"{name}.{suffix}": value
+        for name, pair in stored.items()
+        for suffix, value in zip(("weight", "bias"), pair)
     }
-    return stored | {"dense.weight": weights["output"], "dense.bias": weights["output bias"]}
 
 
 def canonical(generator, kv):
@@ -112,14 +90,16 @@ def canonical(generator, kv):
     return weights | {"output": normal(WIDTH, HEADS * HEAD_DIM), "output bias": normal(WIDTH)}
 
 
-def assign(module, stored):
+def random_values(module, build, generator, kv):
+    """Pair the parameters of a module with random values that do not depend on its layout."""
     parameters = dict(module.named_parameters())
+    stored = pack(build, canonical(generator, kv), kv)
     assert parameters.keys() == stored.keys()
-    return {name: (parameters[name], value) for name, value in stored.items()}
+    return [(parameters[name], value) for name, value in stored.items()]
 
 
 def scales_for(blocks, scales):
-    """The canonical scales {role: one a head} in the block order of a layout."""
+    """Return the canonical scales {role: one per head} in the block order of a layout."""
     found = {}
     for name, entry in blocks.items():
         seen = dict.fromkeys(entry.roles, 0)
@@ -141,9 +121,7 @@ def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
         generator = torch.Generator().manual_seed(0)
         module = build(kv).double()
         with torch.no_grad():
-            for parameter, value in assign(
-                module, pack(build, canonical(generator, kv), kv)
-            ).values():
+            for parameter, value in random_values(module, build, generator, kv):
                 parameter.copy_(value)
         blocks = blockopt.find_blocks(module, per_head=per_head)
         optimizer = OPTIMIZERS[name](blockopt.param_groups(module, blocks))
@@ -156,9 +134,7 @@ def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
         scales["output"] = torch.rand(HEADS, generator=generator) + 0.5
         optimizer.set_block_scales(scales_for(blocks, scales))
         for _ in range(3):
-            for parameter, value in assign(
-                module, pack(build, canonical(generator, kv), kv)
-            ).values():
+            for parameter, value in random_values(module, build, generator, kv):
                 parameter.grad = value.clone(memory_format=torch.contiguous_format)
             optimizer.step()
         results.append({n: p.detach() for n, p in module.named_parameters()})
@@ -170,10 +146,8 @@ def test_update_does_not_depend_on_storage(layout, name, kv, per_head):
 def unpack_separate(stored):
     weights = {"output": stored["o_proj.weight"], "output bias": stored["o_proj.bias"]}
     for role, attribute in zip(ROLES, ("q_proj", "k_proj", "v_proj")):
-        weights |= {
-            role: stored[f"{attribute}.weight"],
-            f"{role} bias": stored[f"{attribute}.bias"],
-        }
+        weights[role] = stored[f"{attribute}.weight"]
+        weights[f"{role} bias"] = stored[f"{attribute}.bias"]
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Modules that look like ones we know, and are not."""
+"""Modules that look like known ones, but are not."""
 
 import pytest
 from torch import nn
@@ -13,41 +13,30 @@ def module(type_name, attributes, **children):
     return made
 
 
+def linear(inputs=16, outputs=16):
+    return nn.Linear(inputs, outputs)
+
+
 HEADS = {"num_heads": 2, "head_dim": 8}
+BY_HEAD = [
+    module("AttentionCl", {**HEADS, "head_first": True}, qkv=linear(16, 48), proj=linear()),
+    module(
+        "GPTBigCodeAttention",
+        {**HEADS, "multi_query": False},
+        c_attn=linear(16, 48),
+        c_proj=linear(),
+    ),
+    module("MiniMaxLightningAttention", HEADS, qkv_proj=linear(16, 48), out_proj=linear()),
+]
 
 
 def test_unknown_storage_order_raises():
-    attention = module(
-        "CodeGenAttention", HEADS, qkv_proj=nn.Linear(16, 48), out_proj=nn.Linear(16, 16)
-    )
+    attention = module("CodeGenAttention", HEADS, qkv_proj=linear(16, 48), out_proj=linear())
     with pytest.raises(ValueError, match=r"qkv_proj\.weight.*interleaved by head.*overrides="):
         find_blocks(attention)
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        module(
-            "AttentionCl",
-            {**HEADS, "head_first": True},
-            qkv=nn.Linear(16, 48),
-            proj=nn.Linear(16, 16),
-        ),
-        module(
-            "GPTBigCodeAttention",
-            {**HEADS, "multi_query": False},
-            c_attn=nn.Linear(16, 48),
-            c_proj=nn.Linear(16, 16),
-        ),
-        module(
-            "MiniMaxLightningAttention",
-            HEADS,
-            qkv_proj=nn.Linear(16, 48),
-            out_proj=nn.Linear(16, 16),
-        ),
-    ],
-    ids=lambda m: type(m).__name__,
-)
+@pytest.mark.parametrize("attention", BY_HEAD, ids=lambda m: type(m).__name__)
 def test_fused_by_head_is_not_read_as_contiguous(attention):
     fused = next(b for b in find_blocks(attention).values() if b.roles == ("query", "key", "value"))
     assert fused.split == Split(0, (8, 8, 8), (1, 1, 1), repeat=2)
@@ -60,17 +49,8 @@ def test_classifier_of_a_plain_net_is_no_mlp():
 
 
 def test_output_of_an_mlp_beside_attention_is_no_output_projection():
-    attention = module(
-        "SelfAttention",
-        HEADS,
-        query=nn.Linear(16, 16),
-        key=nn.Linear(16, 16),
-        value=nn.Linear(16, 16),
-    )
-    wide, narrow = (
-        module("Up", {}, dense=nn.Linear(16, 64)),
-        module("Down", {}, dense=nn.Linear(64, 16)),
-    )
+    attention = module("SelfAttention", HEADS, query=linear(), key=linear(), value=linear())
+    wide, narrow = (module("Dense", {}, dense=linear(*size)) for size in ((16, 64), (64, 16)))
     layer = module("Layer", {}, attention=attention, intermediate=wide, output=narrow)
     blocks = find_blocks(layer)
     assert blocks["output.dense.weight"].roles == ("mlp_out",)

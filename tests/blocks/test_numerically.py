@@ -1,4 +1,4 @@
-"""The block finder against the models themselves: disturbing a block disturbs one head, or one unit, alone."""
+"""The block finder against the models: disturbing a block disturbs only one head or one unit."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from tests.helpers.models import FAMILIES, block_index, loss_of
 
 
 class AttentionCalls:
-    """Runs a model, records what enters its attention, and disturbs the output of one head if asked to.
+    """Runs a model, records what enters its attention, and can disturb the output of one head.
 
     A call is `{"query": q, "key": k, "value": v}`, each (B, H, T, dh), as the model itself hands
     them to attention.
@@ -26,11 +26,8 @@ class AttentionCalls:
             monkeypatch.setattr(torch.Tensor, "baddbmm", self._scores_of(torch.Tensor.baddbmm))
             monkeypatch.setattr(torch, "bmm", self._mix_of(torch.bmm))
         else:
-            monkeypatch.setattr(
-                F,
-                "scaled_dot_product_attention",
-                self._attention_of(F.scaled_dot_product_attention),
-            )
+            attention = self._attention_of(F.scaled_dot_product_attention)
+            monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
     def run(self, disturbed=None):
         self.calls, self.disturbed = [], disturbed
@@ -40,10 +37,8 @@ class AttentionCalls:
     def _disturb(self, output):
         call = len(self.calls) - 1
         if self.disturbed is not None and self.disturbed[0] == call:
-            output = output.clone()
-            output[:, self.disturbed[1]] += torch.randn(
-                output[:, 0].shape, generator=torch.Generator().manual_seed(1)
-            )
+            output, generator = output.clone(), torch.Generator().manual_seed(1)
+            output[:, self.disturbed[1]] += torch.randn(output[:, 0].shape, generator=generator)
         return output
 
     def _attention_of(self, original):
@@ -55,10 +50,7 @@ class AttentionCalls:
 
     def _scores_of(self, original):
         def baddbmm(alibi, batch1, batch2, **kwargs):
-            query, key = (
-                x.unflatten(0, (-1, self.model.config.n_head))
-                for x in (batch1, batch2.transpose(1, 2))
-            )
+            query, key = self._heads(batch1), self._heads(batch2.transpose(1, 2))
             self.calls.append({"query": query, "key": key})
             return original(alibi, batch1=batch1, batch2=batch2, **kwargs)
 
@@ -66,16 +58,17 @@ class AttentionCalls:
 
     def _mix_of(self, original):
         def bmm(probabilities, value):
-            self.calls[-1]["value"] = value.unflatten(0, (-1, self.model.config.n_head))
-            return self._disturb(
-                original(probabilities, value).unflatten(0, (-1, self.model.config.n_head))
-            ).flatten(0, 1)
+            self.calls[-1]["value"] = self._heads(value)
+            return self._disturb(self._heads(original(probabilities, value))).flatten(0, 1)
 
         return bmm
 
+    def _heads(self, x):
+        return x.unflatten(0, (-1, self.model.config.n_head))
+
 
 def changed_heads(before, after):
-    """The first call that differs, and the (role, head) pairs that differ in it."""
+    """Return the first call that differs, and the (role, head) pairs that differ in it."""
     for call, (old, new) in enumerate(zip(before, after, strict=True)):
         changed = {
             (role, head)
@@ -90,7 +83,7 @@ def changed_heads(before, after):
 
 @pytest.fixture(params=ATTENTION)
 def attention(request, monkeypatch):
-    """A model whose attention is watched, its blocks, and its parameters; adapted models with their base unfrozen."""
+    """A model whose attention is watched, its blocks and its parameters, all of them trainable."""
     model = FAMILIES[request.param]().requires_grad_(True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # far from the near-zero initialisation, so that a change shows
@@ -125,13 +118,10 @@ def test_each_query_key_and_value_block_feeds_one_head_alone(attention):
             parameter.data.copy_(original)
             call, changed = changed_heads(before, watched.calls)
             assert call is not None, f"{name}: block {block} changes no attention"
-            copies = (
-                before[call][role].shape[1] // heads_of_role[role]
-            )  # key-value heads may come repeated
-            head = number[role]
-            assert changed == {(role, head * copies + copy) for copy in range(copies)}, (
-                f"{name}: block {block}"
-            )
+            # Key-value heads may come repeated.
+            copies = before[call][role].shape[1] // heads_of_role[role]
+            heads = range(number[role] * copies, (number[role] + 1) * copies)
+            assert changed == {(role, head) for head in heads}, f"{name}: block {block}"
             number[role] += 1
             if parameter.ndim == 2:
                 reached |= {(call, *pair) for pair in changed}
@@ -157,15 +147,11 @@ def test_each_output_block_is_all_that_meets_its_head(attention):
             original = parameter.detach().clone()
             parameter.data[index == head] = 0.0
             undisturbed = watched.run()
-            seen = {
-                h
-                for h in range(heads)
-                if abs(watched.run(disturbed=(call, h)) - undisturbed) > 1e-5
-            }
+            losses = [watched.run(disturbed=(call, h)) for h in range(heads)]
             parameter.data.copy_(original)
-            assert seen == set(range(heads)) - {head}, (
-                f"{name}: without block {head} the loss sees heads {seen}"
-            )
+            seen = [h for h, loss in enumerate(losses) if abs(loss - undisturbed) > 1e-5]
+            others = [h for h in range(heads) if h != head]
+            assert seen == others, f"{name}: without block {head} the loss sees heads {seen}"
 
 
 UNIT_ROLES = {"mlp_in", "mlp_gate", "mlp_out", "head"}
@@ -193,10 +179,7 @@ def test_each_row_of_an_mlp_or_head_is_one_output_unit(name):
         weight, bias = module.weight, module.bias
         before = module(inputs).detach()
         assert entry.num_blocks == before.shape[1]
-        for tensor, split in (
-            (weight, entry.split),
-            (bias, None if bias is None else entry.split._replace(dim=0)),
-        ):
+        for tensor, split in ((weight, entry.split), (bias, entry.split._replace(dim=0))):
             if tensor is None:
                 continue
             index = block_index(tuple(tensor.shape), split)
@@ -216,13 +199,9 @@ def test_the_gate_is_what_enters_the_activation(name):
     model = FAMILIES[name]()
     blocks = find_blocks(model)
     inputs = []
+    activation_types = ("SiLU", "SiLUActivation", "NewGELUActivation", "GELUActivation")
     for module in model.modules():
-        if type(module).__name__ in (
-            "SiLU",
-            "SiLUActivation",
-            "NewGELUActivation",
-            "GELUActivation",
-        ):
+        if type(module).__name__ in activation_types:
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
 
     def activations():

@@ -53,29 +53,19 @@ class FusedGateMLP(nn.Module):
 
 QKV = Blocks(("query", "key", "value"), split=Split(0, (8, 8, 8), (2, 2, 2)))
 HEADS = {role: Blocks((role,), split=Split(0, (8,), (2,))) for role in ("query", "key", "value")}
-AMBIGUOUS = {
+SEPARATE = {f"*.{role[0]}_proj.weight": blocks for role, blocks in HEADS.items()}
+HALVES = Blocks(("mlp_gate", "mlp_in"), split=Split(0, (16, 16), (16, 16)))
+AMBIGUOUS = {  # the parameter that the error names, its shape, and overrides that settle it
     FusedAttention: (
         "query_key_value",
         (24, 8),
         {"*.query_key_value.weight": QKV, "*.dense.weight": "output"},
     ),
-    HeadlessAttention: (
-        "q_proj",
-        (8, 8),
-        {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()},
-    ),
-    MisfitAttention: (
-        "q_proj",
-        (8, 8),
-        {f"*.{r[0]}_proj.weight": blocks for r, blocks in HEADS.items()},
-    ),
+    HeadlessAttention: ("q_proj", (8, 8), SEPARATE),
+    MisfitAttention: ("q_proj", (8, 8), SEPARATE),
     MisfitFusedAttention: ("qkv", (23, 8), {"*.qkv.weight": "other", "*.proj.weight": "output"}),
     StrangeAttention: ("mixer", (8, 8), {"*.mixer.weight": "query"}),
-    FusedGateMLP: (
-        "fc1",
-        (32, 8),
-        {"*.fc1.weight": Blocks(("mlp_gate", "mlp_in"), split=Split(0, (16, 16), (16, 16)))},
-    ),
+    FusedGateMLP: ("fc1", (32, 8), {"*.fc1.weight": HALVES}),
 }
 
 
@@ -104,20 +94,17 @@ def test_overrides_settle_it_in_every_layer(module_class):
     for pattern, value in overrides.items():
         for layer in (0, 1):
             expected = Blocks((value,)) if isinstance(value, str) else value
-            assert blocks[pattern.replace("*", f"layers.{layer}.part")] == expected._replace(
-                layer=layer
-            )
+            name = pattern.replace("*", f"layers.{layer}.part")
+            assert blocks[name] == expected._replace(layer=layer)
 
 
 def test_an_override_of_the_fused_weight_alone_is_enough():
-    blocks = find_blocks(
-        model_with(FusedAttention), overrides={"layers.*.part.query_key_value.weight": QKV}
-    )
+    overrides = {"layers.*.part.query_key_value.weight": QKV}
+    blocks = find_blocks(model_with(FusedAttention), overrides=overrides)
+    output = cut(1, output=(8, 2))
     for layer in (0, 1):
         assert blocks[f"layers.{layer}.part.query_key_value.weight"] == QKV._replace(layer=layer)
-        assert blocks[f"layers.{layer}.part.dense.weight"] == cut(1, output=(8, 2))._replace(
-            layer=layer
-        )
+        assert blocks[f"layers.{layer}.part.dense.weight"] == output._replace(layer=layer)
 
 
 def test_an_override_replaces_what_would_be_found_and_nothing_else():
@@ -134,21 +121,25 @@ def test_a_later_override_wins():
     assert blocks["transformer.h.1.mlp.c_fc.weight"] == Blocks(("mlp_in",), 1)
 
 
+def mlp_in(*split):
+    return Blocks(("mlp_in",), split=Split(*split))
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("name", "value", "message"),
     [
-        ({"nothing.*": "other"}, r"Invalid overrides key 'nothing\.\*': it matches no trainable parameter"),
-        ({"self_attn.in_proj_weight": "attention"}, r"Invalid overrides.*'self_attn.in_proj_weight'.*Invalid roles"),
-        ({"norm1.weight": Blocks(())}, r"Invalid roles=\(\)"),
-        ({"linear1.weight": Blocks(("mlp_in",), split=Split(0, (23,), (1,)))}, r"of shape \(24, 16\).*cover 23 of the 24"),
-        ({"linear1.weight": Blocks(("mlp_in",), split=Split(2, (24,), (1,)))}, r"Invalid dim=2"),
-        ({"linear1.weight": Blocks(("mlp_in",), split=Split(0, (12, 12), (1, 1)))}, r"one for each of the 2 sections"),
-        ({"linear1.weight": Blocks(("mlp_in", "mlp_gate"))}, r"one for each of the 1 sections"),
+        ("nothing.*", "other", r"key 'nothing\.\*': it matches no trainable parameter"),
+        ("self_attn.in_proj_weight", "attention", r"'self_attn.in_proj_weight'.*Invalid roles"),
+        ("norm1.weight", Blocks(()), r"Invalid roles=\(\)"),
+        ("linear1.weight", mlp_in(0, (23,), (1,)), r"of shape \(24, 16\).*cover 23 of the 24"),
+        ("linear1.weight", mlp_in(2, (24,), (1,)), r"Invalid dim=2"),
+        ("linear1.weight", mlp_in(0, (12, 12), (1, 1)), r"one for each of the 2 sections"),
+        ("linear1.weight", Blocks(("mlp_in", "mlp_gate")), r"one for each of the 1 sections"),
     ],
-)  # fmt: skip
-def test_overrides_that_do_not_fit_raise(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        find_blocks(FAMILIES["encoder_layer"](), overrides=overrides)
+)
+def test_overrides_that_do_not_fit_raise(name, value, message):
+    with pytest.raises(ValueError, match=f"Invalid overrides.*{message}"):
+        find_blocks(FAMILIES["encoder_layer"](), overrides={name: value})
 
 
 def test_an_override_of_a_frozen_parameter_raises():
@@ -180,14 +171,10 @@ def test_per_row_cuts_the_roles_it_names_and_no_others(name, per_row):
 
 
 def test_per_row_can_cut_one_half_of_a_fused_matrix():
-    blocks = find_blocks(FAMILIES["phi3"](), per_row=("mlp_gate",))[
-        "model.layers.0.mlp.gate_up_proj.weight"
-    ]
-    assert blocks == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (24, 1)))
-    whole_halves = find_blocks(FAMILIES["phi3"](), per_row=())[
-        "model.layers.0.mlp.gate_up_proj.weight"
-    ]
-    assert whole_halves == Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), (1, 1)))
+    for per_row, parts in ((("mlp_gate",), (24, 1)), ((), (1, 1))):
+        blocks = find_blocks(FAMILIES["phi3"](), per_row=per_row)
+        expected = Blocks(("mlp_gate", "mlp_in"), 0, Split(0, (24, 24), parts))
+        assert blocks["model.layers.0.mlp.gate_up_proj.weight"] == expected
 
 
 def test_a_bias_follows_its_weight_when_rows_are_not_cut():
@@ -204,12 +191,8 @@ def test_the_meta_device_gives_the_same_blocks():
 
 
 def test_block_roles_names_every_block_in_storage_order():
-    blocks = Blocks(("query", "key", "value"), split=Split(0, (4, 2, 2), (2, 1, 1), repeat=2))
-    assert blocks.block_roles == ("query", "query", "key", "value") * 2
-    assert blocks._replace(split=blocks.split._replace(pooled=True)).block_roles == (
-        "query",
-        "query",
-        "key",
-        "value",
-    )
+    roles, once = ("query", "key", "value"), ("query", "query", "key", "value")
+    split = Split(0, (4, 2, 2), (2, 1, 1), repeat=2)
+    assert Blocks(roles, split=split).block_roles == once * 2
+    assert Blocks(roles, split=split._replace(pooled=True)).block_roles == once
     assert Blocks(("norm",)).block_roles == ("norm",)

@@ -44,40 +44,30 @@ def test_weight_decay_is_for_matrices_that_are_neither_norm_nor_bias(name, by):
 
 
 def test_no_weight_decay_for_biases_of_three_dimensions():
-    groups = {
-        n: g
-        for g in param_groups(FAMILIES["attention-bias-kv"](), by="parameter")
-        for n, _ in g["params"]
-    }
+    groups = param_groups(FAMILIES["attention-bias-kv"](), by="parameter")
+    groups = {name: group for group in groups for name, _ in group["params"]}
     assert groups["attention.bias_k"]["weight_decay"] == 0.0
     assert "weight_decay" not in groups["attention.in_proj_weight"]  # left to the optimizer
 
 
 def test_the_role_of_a_group_joins_the_roles_of_a_fused_matrix():
-    assert [g["role"] for g in param_groups(FAMILIES["phi3"]())] == [
-        *("embedding", "output", "query+key+value", "mlp_gate+mlp_in", "mlp_out", "norm", "head"),
-    ]
+    roles = ["embedding", "output", "query+key+value", "mlp_gate+mlp_in", "mlp_out", "norm", "head"]
+    assert [group["role"] for group in param_groups(FAMILIES["phi3"]())] == roles
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_groups_are_plain_data_that_torch_loads_as_weights_only(name):
-    groups = [
-        {k: v for k, v in group.items() if k != "params"}
-        for group in param_groups(FAMILIES[name]())
-    ]
+    groups = param_groups(FAMILIES[name]())
+    for group in groups:
+        del group["params"]
     file = io.BytesIO()
     torch.save(groups, file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == groups
 
     def types(value):
-        inner = (
-            value
-            if isinstance(value, (list, tuple))
-            else value.values()
-            if isinstance(value, dict)
-            else ()
-        )
+        inner = value.values() if isinstance(value, dict) else value
+        inner = inner if isinstance(value, (dict, list, tuple)) else ()
         return {type(value)}.union(*(types(v) for v in inner))
 
     assert types(groups) <= {list, dict, tuple, str, int, float, bool, type(None)}
@@ -107,12 +97,12 @@ def test_param_groups_carry_the_blocks_they_are_given():
 def test_blocks_that_do_not_cover_the_model_exactly_raise():
     model = FAMILIES["encoder_layer"]()
     blocks = find_blocks(model)
-    with pytest.raises(ValueError, match=r"without \['norm1.weight'\], and with \[\]"):
+    with pytest.raises(ValueError, match=r"\['norm1.weight'\] are missing, and \[\] are not"):
         param_groups(model, {n: b for n, b in blocks.items() if n != "norm1.weight"})
-    with pytest.raises(ValueError, match=r"without \[\], and with \['extra'\]"):
+    with pytest.raises(ValueError, match=r"\[\] are missing, and \['extra'\] are not trained"):
         param_groups(model, {**blocks, "extra": Blocks(("other",))})
     model.norm1.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"with \['norm1.weight'\] that the model does not train"):
+    with pytest.raises(ValueError, match=r"\['norm1.weight'\] are not trained"):
         param_groups(model, blocks)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockopt import Split, block_sum, expand
-from blockopt.blocks.split import block_numel
+from blockopt.blocks import block_numel
 from tests.helpers.models import block_index
 
 CASES = {
@@ -72,12 +72,10 @@ def test_block_sum_equals_the_loop(case):
 
 def test_block_sum_takes_a_tensor_that_is_not_contiguous(case):
     shape, split, _, _ = case
-    x = torch.randn((*shape, 2), dtype=torch.float64, generator=torch.Generator().manual_seed(0))[
-        ..., 0
-    ]
-    torch.testing.assert_close(
-        block_sum(x, split), block_sum(x.clone(memory_format=torch.contiguous_format), split)
-    )
+    x = torch.randn((*shape, 2), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x[..., 0]
+    contiguous = x.clone(memory_format=torch.contiguous_format)
+    torch.testing.assert_close(block_sum(x, split), block_sum(contiguous, split))
 
 
 def test_block_numel_equals_the_loop(case):
@@ -115,10 +113,7 @@ def test_is_even_says_whether_all_blocks_have_one_size(case):
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (
-            Split(2, (4,), (2,)),
-            r"Invalid dim=2 for a parameter of shape \(4, 6\)\. Must be in 0\.\.1\.",
-        ),
+        (Split(2, (4,), (2,)), r"dim=2 for a parameter of shape \(4, 6\)\. Must be in 0\.\.1\."),
         (Split(-1, (6,), (2,)), r"Invalid dim=-1"),
         (Split(0, (4,), (2, 2)), r"Invalid sizes=\(4,\), parts=\(2, 2\)"),
         (Split(0, (), ()), r"Invalid sizes=\(\), parts=\(\)"),
@@ -126,10 +121,7 @@ def test_is_even_says_whether_all_blocks_have_one_size(case):
         (Split(0, (4,), (0,)), r"positive multiple of its parts"),
         (Split(0, (4, 0), (1, 1)), r"positive multiple of its parts"),
         (Split(0, (4,), (2,), repeat=0), r"repeat at least 1"),
-        (
-            Split(0, (2,), (2,)),
-            r"cover 2 of the 4 entries in dimension 0 of a parameter of shape \(4, 6\)",
-        ),
+        (Split(0, (2,), (2,)), r"cover 2 of the 4 entries in dimension 0 .* of shape \(4, 6\)"),
         (Split(1, (4,), (2,), repeat=2), r"cover 8 of the 6 entries in dimension 1"),
     ],
 )
