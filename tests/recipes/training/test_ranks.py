@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from recipes.common.gpt2 import from_huggingface
 from recipes.training.arguments import parse
 from recipes.training.processes import OtherRankError
 from tests.helpers import ROOT
+from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.training import OURS, flags, losses_of, read_log, run
-from tests.optim.test_sharded import run as run_on_two
 
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
@@ -173,7 +174,7 @@ def ends_alike(rank, folder, cache, kind):
             return loss
 
         patch.setattr(train.Run, "backward", spoiled)
-        with pytest.raises(FloatingPointError, match=r"h\.0\.mlp\.c_fc\.bias: bias 63"):
+        with raises(FloatingPointError, match=r"h\.0\.mlp\.c_fc\.bias: bias 63"):
             run(options(folder / "broken", "block-adamw", cache), partial=False)
         patch.undo()
         if rank == 0:
@@ -197,7 +198,7 @@ def folder(tmp_path_factory):
     torch.set_num_threads(threads)
     kill_the_first_of_two(folder, folder / "cache")
     assert not dist.is_initialized()
-    run_on_two(of_both_kinds, folder, folder / "cache")
+    run_on_two_ranks(partial(of_both_kinds, folder=folder, cache=folder / "cache"))
     return folder
 
 
