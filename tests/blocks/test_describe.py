@@ -31,7 +31,7 @@ GPT2_ROWS = [
 
 
 def parse(table):
-    """The lines of a table as (role, layer, blocks, parameters, share), without header and total, and the total."""
+    """The rows of a table without header and total, and the total."""
     header, *lines, total = table.splitlines()
     assert header.split() == ["role", "layer", "blocks", "parameters", "share"]
     rows = []

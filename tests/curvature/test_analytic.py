@@ -1,4 +1,4 @@
-"""The closed forms give the exact Gauss-Newton block of every model, or leave it to an estimate that is right."""
+"""The closed forms give the exact Gauss-Newton blocks, or leave them to an unbiased estimate."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_outer_is_exact(family):
 
 @pytest.mark.parametrize("family", ["nanogpt", "llama", "t5", "vit", "gpt2-cross"])
 def test_closed_forms_are_in_use(family):
-    """What is left to the noisier estimate is only what no module explains, and sequences are taken apart."""
+    """Only what no module explains is left to the noisier estimate; sequences are taken apart."""
     model = FAMILIES[family]().eval()
     with (
         capture_attention(model) as attention,
@@ -132,7 +132,7 @@ def test_padding_is_masked():
 
 
 def test_packed_documents():
-    """The last position, on which independence is tried, is a document of its own; the others see one another."""
+    """The last position, on which independence is tried, is a document of its own."""
     model = build(layers=2)
     mask = torch.block_diag(torch.ones(3, 3), torch.ones(1, 1)).bool().tril()
     loss = language_loss(model, mask=mask)
@@ -354,7 +354,7 @@ def test_sequence_first(shape):
 
 @pytest.mark.parametrize("shape", [(5, 2, 16), (4, 4, 16), (16, 16)])
 def test_torch_sequence_first(shape):
-    """Also where the numbers of sequences and positions, or of positions and channels, are the same."""
+    """Also where there are as many sequences as positions, or positions as channels."""
     model = build(nn.TransformerEncoderLayer, 16, 2, dim_feedforward=8).eval()
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     used = (0, -1)
