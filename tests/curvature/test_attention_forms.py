@@ -57,7 +57,7 @@ def moments(weights, v, y):
 
 
 def third_moments(weights, v, y, g):
-    """`Σ_j A_j s_j (y_j - ȳ)(y_j - ȳ)ᵀ` with `s_j = g·v_j` minus its mean: S_i for keys, T_i for inputs."""
+    """`Σ_j A_j s_j (y_j - ȳ)(y_j - ȳ)ᵀ`, s = g·v minus its mean: S_i for keys, T_i for inputs."""
     s = [g @ u for u in v]
     mean_s, mean_y = sum(a * u for a, u in zip(weights, s)), sum(a * u for a, u in zip(weights, y))
     return sum(
@@ -96,7 +96,7 @@ def test_functional_parts(heads, groups, width):
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1)])
 def test_outer_parts(heads, groups):
-    """Heads that share a key or value: the gradient of one factor is the sum of theirs, and only then squared."""
+    """Heads share a key or value: the gradient of a factor is the sum of theirs, then squared."""
     attention, x, delta = random_attention(heads, groups)
     batch, _, queries, _ = attention.query.shape
     keys, values = torch.zeros(2, groups, dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_score_derivatives():
 @pytest.mark.parametrize("part", ["outer", "full"])
 @pytest.mark.parametrize("loss_function", ["cross-entropy", "squared error"])
 def test_layer_from_its_moments(part, loss_function):
-    """`H(Q,Q) = Σ x xᵀ ⊗ E_i / d`, `H(K,K) = Σ E^K_i ⊗ q qᵀ / d`, `H(V,V) = Σ m mᵀ ⊗ Λ_i`, with Λ_i from the head alone."""
+    """`H(Q,Q) = Σ x xᵀ ⊗ E_i / d`, `H(K,K) = Σ E^K_i ⊗ q qᵀ / d`, `H(V,V) = Σ m mᵀ ⊗ Λ_i`."""
     model = build(causal=True)
     (tokens, targets), layer = tokens_of(2, 4), model.layers[0]
 

@@ -35,7 +35,7 @@ def random_update(model, size=1.0, seed=0):
 
 
 def block_masks(model):
-    """For every block the mask of its entries among all parameters, one after another, by parameter."""
+    """For every parameter the masks of its blocks among the entries of all parameters."""
     masks, total = {}, sum(p.numel() for p in trainable(model).values())
     start = 0
     for name, p in trainable(model).items():

@@ -35,7 +35,7 @@ def rest_of_hessian(model, loss):
 
 
 def inside_attention(means, model):
-    """Those of attention: above it these models are affine, so that nothing else adds to the Gauss-Newton blocks there."""
+    """Those of attention: above it these models are affine, so nothing else adds to them."""
     return {
         name: m
         for name, m in means.items()
@@ -149,7 +149,7 @@ def exact_functional(family, layer):
 
 @pytest.mark.parametrize("family", ATTENTION)
 def test_attention_inside_a_network(family):
-    """A layer below others: the gradient that reaches it is all it needs of them. Llama, Qwen and Falcon rotate."""
+    """A layer needs only the gradient that reaches it. Llama, Qwen and Falcon rotate."""
     found, exact = exact_functional(family, layer=0)
     assert_means(found, exact, 1e-10 if family in FLOAT64 else 1e-5)
     blocks = find_blocks(FAMILIES[family]())

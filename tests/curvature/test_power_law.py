@@ -1,4 +1,4 @@
-"""The scaling law: its powers, which weights enter it, and that it does not depend on how they are stored."""
+"""The scaling law: its powers, which weights enter it, and that storage does not matter."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_squares_of_the_other_weights(weight):
 
 
 def test_heads_of_a_group():
-    """A key head is used by two queries, and by their values and outputs only; its curvature is the sum of theirs."""
+    """The curvature of a key head that two queries share is the sum of theirs."""
     model = Layer()
     weight = model.attention.q_proj.weight
     changed = ratio(

@@ -20,7 +20,7 @@ LENGTH, GROUPS = 6, 40
 
 @functools.cache
 def network(batch=4, spread=0.1):
-    """A GPT of two layers, away from its initialisation by `spread`, and its loss on a few sequences."""
+    """A GPT of two layers, `spread` away from its initialisation, and its loss on a batch."""
     model = FAMILIES["nanogpt"]().double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_all_agree_where_the_model_is_linear(estimator):
 
 
 def noise_ratio(estimator, other, **options):
-    """{role: the variance of an estimator over that of another, averaged over the blocks of the role}."""
+    """{role: the variance of an estimator over that of another, averaged over blocks}."""
     ours, theirs = (draws(e, 1, **options) for e in (estimator, other))
     ratios = {}
     for name, blocks in find_blocks(network()[0]).items():
@@ -116,7 +116,7 @@ def noise_ratio(estimator, other, **options):
 
 
 def test_squares_of_sequences_are_less_noise_than_the_square_of_their_sum():
-    """From the same number of backward passes. The positions are looked up once for all sequences, so there it is the same."""
+    """With as many backward passes. All sequences look up the same positions: no gain there."""
     ratios = noise_ratio(analytic, gauss_newton, batch=16)
     assert ratios.pop("position") == pytest.approx(1.0)
     assert max(ratios.values()) < 0.5, ratios

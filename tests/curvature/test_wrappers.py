@@ -1,4 +1,4 @@
-"""Models as they are trained: compiled, under DDP, in mixed precision, checkpointed, partly frozen, with tied weights."""
+"""Models as they are trained: compiled, DDP, mixed precision, checkpointed, frozen or tied."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_data_parallel(name, process_group):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast(name, where):
-    """Close to the whole precision, and the same whether the closure or its caller switches it on."""
+    """Close to full precision, whether the closure or its caller switches it on."""
     model = build(
         layers=1,
         top=nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6)),

@@ -1,4 +1,4 @@
-"""Self-attention written with plain torch operations, its Hessian by autograd: what the closed forms are compared with."""
+"""Self-attention in plain operations and its Hessian by autograd, to judge the closed forms."""
 
 import math
 

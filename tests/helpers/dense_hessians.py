@@ -1,4 +1,4 @@
-"""Exact curvature in float64 from autograd alone, entry by entry, and a small transformer: they judge the estimators."""
+"""Exact curvature by autograd, entry by entry, and a small transformer to judge estimators."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def hessian(model: nn.Module, loss_of: Loss) -> tuple[Tensor, Tensor]:
 
 
 def gauss_newton_means(model: nn.Module, loss_of: Loss) -> dict[str, Tensor]:
-    """tr(J_bᵀ Λ J_b) / dim_b, with J row by row and Λ as the second derivative of the loss in the predictions by autograd."""
+    """tr(J_bᵀ Λ J_b) / dim_b, with J row by row and Λ by autograd in the predictions."""
     with CaptureLosses() as seen, sdpa_kernel(SDPBackend.MATH):
         loss = loss_of()
     parameters = trainable(model)
@@ -95,7 +95,7 @@ def gauss_newton_means(model: nn.Module, loss_of: Loss) -> dict[str, Tensor]:
 
 
 def functional_diagonal(model: nn.Module, modules: list[str], loss_of: Loss) -> dict[str, Tensor]:
-    """The own second derivative of attention modules, with all around them held fixed, of every parameter inside of them.
+    """The second derivative of attention modules alone, of every parameter inside of them.
 
     That is the Hessian of `g · module(x)` in the module's parameters, for its input x and the
     gradient g at its output.
@@ -142,7 +142,7 @@ def functional_diagonal(model: nn.Module, modules: list[str], loss_of: Loss) -> 
 def assert_means(
     found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-10
 ) -> None:
-    """Each value within `tolerance` of the largest of its parameter, or 1e-12 of the largest of all for what is zero."""
+    """Within `tolerance` of the largest of the parameter, or 1e-12 of the largest of all."""
     assert found.keys() == exact.keys()
     largest = max(float(e.abs().max()) for e in exact.values())
     assert largest > 0
@@ -155,7 +155,7 @@ def assert_means(
 
 
 class Attention(nn.Module):
-    """Softmax attention with what real ones have: groups, one matrix or three, a scale, a mask, RoPE, QK-norm.
+    """Softmax attention with groups, one matrix or three, a scale, a mask, RoPE, QK-norm.
 
     Args:
         width: Of the input.
@@ -242,7 +242,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """Embedding, attention layers with a residual, whatever `top` is, and a head: by default affine above the attention."""
+    """Embedding, attention with residuals, `top`, and a head; by default affine above attention."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Net(nn.Module):
 
 
 def build(cls: type[nn.Module] = Net, *args: Any, spread: float = 0.5, **options: Any) -> Any:
-    """A seeded model in float64 whose weights are large enough for attention to be far from uniform."""
+    """A seeded float64 model with weights so large that attention is far from uniform."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = cls(*args, **options).double()

@@ -58,7 +58,7 @@ class Products:
 
 
 def all_signs(n):
-    """Every vector of n signs, (2 ** n, n): the mean over them is the exact mean over random signs."""
+    """Every vector of n signs, (2 ** n, n): their mean is the exact mean over random signs."""
     return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
 
 
@@ -78,7 +78,7 @@ class TinyAttention(nn.Module):
 
 
 class AttentionHessian:
-    """The Hessian of the squared error of `TinyAttention` at a random point, in float64: products, and the dense matrix."""
+    """The Hessian of the error of `TinyAttention` in float64: products, and the dense matrix."""
 
     def __init__(self):
         with torch.random.fork_rng():

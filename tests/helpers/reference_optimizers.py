@@ -1,4 +1,4 @@
-"""Slow, transparent versions of the optimizers: one block at a time, one formula a line. The fast ones must equal them."""
+"""Slow, transparent optimizers, one block at a time, which the fast ones must equal."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ReferenceSGD(Reference):
 
 
 class ReferenceMuon(ReferenceAdamW):
-    """Takes every matrix out of its parameter as a contiguous copy, orthogonalizes it alone and puts it back."""
+    """Orthogonalizes a contiguous copy of every matrix alone and puts it back."""
 
     def direction(self, name: str, g: Tensor) -> Tensor:
         blocks = self.blocks[name]

@@ -69,7 +69,7 @@ def run(argv: list[str], partial: bool = True) -> Path:
 
 
 def in_child(task) -> int:
-    """Run in a copy of this process, and return how that ended: 0, or minus the signal that killed it."""
+    """Run in a copy of this process; return 0, or minus the signal that killed it."""
     sys.stdout.flush()
     with warnings.catch_warnings():
         warnings.simplefilter(

@@ -1,4 +1,4 @@
-"""A transformer block in elementary operations, of all arrangements, for tests of its closed-form Hessian."""
+"""Transformer blocks of all arrangements in elementary operations, to judge closed forms."""
 
 import torch
 import torch.nn.functional as F

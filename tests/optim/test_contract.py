@@ -78,7 +78,7 @@ def test_tensor_learning_rate(make):
 
 
 def test_schedule_and_scales_commute(make):
-    """A schedule writes group["lr"] only, scales are set at any time, and the step is their product."""
+    """A schedule writes group["lr"] only, scales may be set at any time; a step multiplies both."""
     first, second = tiny_gpt(), tiny_gpt()
     a, b = make(blockopt.param_groups(first)), make(blockopt.param_groups(second))
     schedule = torch.optim.lr_scheduler.OneCycleLR(

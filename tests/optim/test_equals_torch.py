@@ -66,7 +66,7 @@ def test_sgd_equals_torch(momentum, nesterov):
 
 
 class Matrices(nn.Module):
-    """An attention and an MLP without any other parameter, unfused, so that torch.optim.Muon takes the same matrices."""
+    """Unfused attention and MLP without other parameters, all of which torch.optim.Muon takes."""
 
     def __init__(self):
         super().__init__()
