@@ -128,14 +128,13 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     "nn.Embedding(..., sparse=False)."
                 )
             state = self.state[parameter]
-            runs = self._runs_of(state["scale"], blocks, parameter)
+            looks = not torch.compiler.is_compiling() and self._scaled  # in this order: no guard
+            runs = self._runs_of(state["scale"], blocks, parameter) if looks else None
             entries.append(Entry(name, parameter, gradient, blocks, state, runs))
         return entries
 
     def _runs_of(self, scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRun] | None:
         """Looked up once for each setting of the scales, since that waits for the device."""
-        if torch.compiler.is_compiling() or not self._scaled:
-            return None
         if scale not in self._runs:
             self._runs[scale] = scale_runs(scale, blocks, parameter)
         return self._runs[scale]
