@@ -10,7 +10,6 @@ as `block_lr.csv`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from rich.progress import track
 from torch import nn
 
 import blockopt
+from recipes.common.errors import one_line_errors
+from recipes.common.flags import script_parser
 from recipes.common.gpt2 import GPT2, GPT2Config
 from recipes.common.schedules import linear
 from recipes.data.token_data import load_data
@@ -31,62 +32,33 @@ EVALUATION = 16  # batches
 
 def main() -> None:
     """Train, print the table of scales, draw their history."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--steps", type=int, default=600, help="optimizer steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--curvature",
-        default="newton",
-        choices=blockopt.curvature.ESTIMATORS,
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=10,
-        help="optimizer steps between refreshes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the model, the data and the probes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("results"),
-        help="folder to write to (default: %(default)s)",
-    )
+    parser = script_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
+    names = blockopt.curvature.ESTIMATORS
+    parser.add_argument("--curvature", default="newton", choices=names, help="what to measure")
+    parser.add_argument("--every", type=int, default=10, help="steps between refreshes")
+    parser.add_argument("--seed", type=int, default=0, help="for model, data and curvature")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder to write to")
     options = parser.parse_args()
-    if options.steps < 1 or options.lr <= 0:
-        parser.error("needs --steps >= 1 and --lr > 0")
+    if options.steps < 1 or options.every < 1 or options.lr <= 0:
+        parser.error("Must be --steps >= 1, --every >= 1 and --lr > 0.")
 
     torch.manual_seed(options.seed)
-    data, shape = (
-        load_data("stdlib", tokenizer="bytes"),
-        {"batch_size": BATCH_SIZE, "context": CONFIG.context},
-    )
-    training, validation = (
-        data.batches("train", seed=options.seed, **shape),
-        data.batches("validation", seed=0, **shape),
-    )
+    with one_line_errors():
+        data = load_data("stdlib", tokenizer="bytes")
+    shape = {"batch_size": BATCH_SIZE, "context": CONFIG.context}
+    training = data.batches("train", seed=options.seed, **shape)
+    validation = data.batches("validation", seed=0, **shape)
     model = GPT2(CONFIG)
-    optimizer = blockopt.BlockAdamW(
-        blockopt.param_groups(model, weight_decay=0.1), lr=options.lr, betas=(0.9, 0.95)
+    groups = blockopt.param_groups(model, weight_decay=0.1)
+    optimizer = blockopt.BlockAdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+    block_lr = blockopt.BlockLR(
+        optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed
     )
     warmup = max(1, options.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: linear(step, options.steps, warmup=warmup)
-    )
-    block_lr = blockopt.BlockLR(
-        optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed
     )
     for step in track(range(options.steps), description="training"):
         tokens = training[step]
@@ -101,9 +73,8 @@ def main() -> None:
     with torch.no_grad():
         held_out = statistics.fmean(model(*validation[index]).item() for index in range(EVALUATION))
     console.print(f"loss on held-out files after {options.steps} steps: {held_out:.3f}")
-    console.print(
-        f"{len(block_lr.history)} refreshes; scales after the last:\n{block_lr.last_scales}"
-    )
+    console.print(f"{len(block_lr.history)} refreshes; scales after the last:")
+    console.print(str(block_lr.last_scales))
     options.output.mkdir(parents=True, exist_ok=True)
     block_lr.history.plot(options.output / "block_lr.png")
     block_lr.history.to_csv(options.output / "block_lr.csv")

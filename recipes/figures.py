@@ -1,19 +1,17 @@
-"""The figures of the papers on Hessians of transformers, made again: a plot and a table of predicted and measured numbers each.
+"""Reproduce the figures of papers on Hessians of transformers: plots, predictions, measurements.
 
     python recipes/figures.py --figure 3a --quick      seconds to a minute
     python recipes/figures.py --figure all --quick     minutes on one core
     python recipes/figures.py --figure all             the papers' sizes and 20 repeats: hours
-    python recipes/figures.py --help
 
 Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a
-Transformer?" (ICLR 2025), `sink` that of Singh, Ormaniec and Hofmann, "Cracking the Hessian"
-(2025), and the last three those of Petrov et al., arXiv 2510.16927, on images that we make. Where a
-figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
+Transformer?" (ICLR 2025), `sink` is that of Singh, Ormaniec and Hofmann, "Cracking the Hessian"
+(2025), and the last three are those of Petrov et al., arXiv 2510.16927, on synthetic images. Where
+a figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from recipes.common.files import write_whole
+from recipes.common.flags import script_parser
 from recipes.paper_figures import growth, hessians
 from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
@@ -59,12 +59,10 @@ def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> O
     seconds = time.perf_counter() - start
     outcome.figure.savefig(out / f"figure_{name}.png", dpi=110)
     record = {"figure": name, "mode": mode, "seconds": round(seconds, 1), **outcome.as_dict()}
-    (out / f"figure_{name}.json").write_text(
-        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    )
-    (out / f"figure_{name}.md").write_text(
-        f"**{outcome.title}** ({mode}; {outcome.setting})\n\n{outcome.markdown()}\n"
-    )
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    write_whole(out / f"figure_{name}.json", f"{text}\n")
+    text = f"**{outcome.title}** ({mode}; {outcome.setting})\n\n{outcome.markdown()}\n"
+    write_whole(out / f"figure_{name}.md", text)
     table = Table(
         title=f"Figure {name}: {outcome.title}\n{outcome.setting}; {mode}, {seconds:.0f} s",
         title_justify="left",
@@ -80,30 +78,14 @@ def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> O
 
 def main() -> None:
     """Make the figures that are asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--figure",
-        choices=[*FIGURES, "all"],
-        default="all",
-        help="which one (default: %(default)s)",
-    )
+    parser = script_parser(__doc__)
+    parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which one")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="smallest sizes, to see that it runs; the numbers mean nothing",
-    )
-    parser.add_argument(
-        "--repeats", type=int, help="other than those of the mode, which full has 20 of and quick 3"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/figures"),
-        help="folder to write to (default: %(default)s)",
-    )
+    tiny = "smallest sizes, to see that it runs; the numbers mean nothing"
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--repeats", type=int, help="(default: 20, or 3 with --quick)")
+    folder = Path("results/figures")
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write to")
     arguments = parser.parse_args()
     mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     if arguments.repeats is not None and arguments.repeats < 1:

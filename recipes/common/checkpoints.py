@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill, a full disk and a broken file; and a lock on the folder of a run.
+"""Checkpoints that survive a kill, a full disk and a broken file; and a lock on a run's folder.
 
-checkpoints/step-00000200.pt            what `torch.save` writes; the file has this name only once it is whole and on disk
-checkpoints/step-00000200.pt.sha256     its checksum, for us and for `sha256sum -c`
-run.lock, run.holder                    held by the process that trains, and who that is
+checkpoints/step-00000200.pt          what `torch.save` writes
+checkpoints/step-00000200.pt.sha256   its checksum, for us and for `sha256sum -c`
+run.lock, run.holder                  held by the process that trains, and who that is
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from blockopt.checks import check_count
+from recipes.common.errors import UserError
 from recipes.common.files import sha256, whole_file, write_whole
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint could not be written or read; the message says what is left."""
 
 
-class RunIsLockedError(RuntimeError):
+class RunIsLockedError(UserError, RuntimeError):
     """Another process trains in the same folder."""
 
 
@@ -36,8 +38,8 @@ class Checkpoints:
     """The checkpoints of a run, the newest `keep` of them.
 
     Args:
-        folder: Made if need be.
-        keep: How many to keep. With two, one that turns out to be broken has another before it.
+        folder: Where they lie; created if needed.
+        keep: How many to keep. With two, a broken one has another before it.
 
     Example:
         >>> import tempfile
@@ -49,20 +51,17 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"Invalid keep={keep}. Must be an integer >= 1.")
+        check_count("keep", keep)
         self.folder, self.keep = Path(folder), keep
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
+        """Return the file of a step."""
         return self.folder / f"step-{step:08d}.pt"
 
     def steps(self) -> list[int]:
-        """The steps that there is a checkpoint of, from old to new."""
-        found = [
-            re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt")
-        ]
-        return sorted(int(match[1]) for match in found if match)
+        """Return the steps that have a checkpoint, from old to new."""
+        names = [re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("*.pt")]
+        return sorted(int(match[1]) for match in names if match)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step, then delete those that are too old.
@@ -72,8 +71,8 @@ class Checkpoints:
             state: Numbers, strings and tensors, nested; what `torch.load(weights_only=True)` takes.
 
         Raises:
-            CheckpointError: If it could not be written, such as on a full disk. Those before it are
-                as they were.
+            CheckpointError: If it cannot be written, for example on a full disk. Earlier ones stay
+                as they are.
         """
         path = self.path(step)
         try:
@@ -93,36 +92,33 @@ class Checkpoints:
         return path
 
     def load_latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and state of the newest checkpoint that is whole, or None if there is none at all.
+        """Return step and state of the newest intact checkpoint, or None if there is none at all.
 
-        One that is not, such as one that was cut off by a copy, is passed over with a warning, and
-        the one before it is taken.
+        A broken one, such as a copy that was cut off, is skipped with a warning.
 
         Raises:
-            CheckpointError: If there are checkpoints, and none of them is whole.
+            CheckpointError: If there are checkpoints, and all of them are broken.
         """
         for part in self.folder.glob(".step-*.part"):  # of a run that was killed while it wrote
             part.unlink(missing_ok=True)
         steps = self.steps()
-        for step in reversed(steps):
+        for index in reversed(range(len(steps))):
             try:
-                return step, load_checkpoint(self.path(step))
+                return steps[index], load_checkpoint(self.path(steps[index]))
             except CheckpointError as error:
-                before = [other for other in steps if other < step]
-                then = (
-                    f"Going on from step {before[-1]} instead."
-                    if before
-                    else "There is none before it."
-                )
+                then = "There is none before it."
+                if index:
+                    then = f"Going on from step {steps[index - 1]} instead."
                 warnings.warn(f"{error} {then}", stacklevel=2)
         if steps:
             raise CheckpointError(
-                f"None of the {len(steps)} checkpoints in {self.folder} is whole. Start in another folder."
+                f"None of the {len(steps)} checkpoints in {self.folder} is whole. "
+                "Start in another folder."
             )
         return None
 
     def describe_last(self) -> str:
-        """The newest file and its step, in words."""
+        """Return the newest file and its step, in words."""
         steps = self.steps()
         return f"{self.path(steps[-1])}, of step {steps[-1]}" if steps else "none was written yet"
 
@@ -130,22 +126,22 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             return f"There is no other in {self.folder}."
-        return f"That of step {steps[-1]} is as it was, {self.path(steps[-1])}: make room, and resume from it."
+        path = self.path(steps[-1])
+        return f"That of step {steps[-1]} is as it was, {path}: make room, and resume from it."
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a file, after a look at its checksum.
+    """Return the state in a file, after checking its checksum.
 
     Raises:
-        CheckpointError: If the file is not what was written, or is missing.
+        CheckpointError: If the file is missing, or is not what was written.
     """
     try:
         expected = _checksum_path(path).read_text(encoding="ascii").split()[0]
-        found = sha256(path)
-        if found != expected:
-            size = path.stat().st_size
+        if sha256(path) != expected:
+            size = f"{path.stat().st_size:,} bytes"
             raise CheckpointError(
-                f"The checkpoint {path} ({size:,} bytes) is cut off or damaged: its checksum is wrong."
+                f"The checkpoint {path} ({size}) is cut off or damaged: its checksum is wrong."
             )
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except (OSError, IndexError, UnicodeDecodeError) as error:
@@ -156,7 +152,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run: the system takes the lock from a process that ends, however it ends, so none is ever stale.
+    """Hold the folder of a run. The system releases the lock of a process that ends, however.
 
     Raises:
         RunIsLockedError: If another process holds it.
@@ -170,11 +166,8 @@ def run_lock(folder: Path) -> Iterator[None]:
             f"Another run trains in {folder} ({_holder(holder)}). Choose another folder, or end it."
         ) from None
     try:
-        about = {
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        about = {"pid": os.getpid(), "host": platform.node(), "since": since}
         write_whole(holder, json.dumps(about))
         yield
     finally:

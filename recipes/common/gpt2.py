@@ -1,7 +1,8 @@
-"""GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head, GPT-2's initialisation.
+"""GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head.
 
-Options that papers on its Hessian study: norms after the residual connections or none, attention
-without softmax. Weights go to and from the GPT-2 of transformers, with the same logits.
+It can also be what papers on its Hessian study: with norms after the residual connections or
+without any, and with attention without softmax. Weights convert to and from the GPT-2 of
+transformers, with the same logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockopt.checks import check_choice, check_count
+from recipes.common.errors import UsageError
+
 
 @dataclass(frozen=True)
 class GPT2Config:
@@ -22,7 +26,7 @@ class GPT2Config:
     Attributes:
         vocab_size: Number of tokens.
         context: Longest sequence.
-        width: Of the residual stream.
+        width: Width of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads.
         norm: "pre", `x + f(LN(x))` with a norm at the end (GPT-2); "post", `LN(x + f(x))`; "none",
@@ -40,20 +44,13 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "width", "depth", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be an integer >= 1.")
+            check_count(name, getattr(self, name))
         if self.width % self.heads:
             raise ValueError(
                 f"Invalid width={self.width} for {self.heads} heads. Must be a multiple of heads."
             )
-        for name, choices in (
-            ("norm", ("pre", "post", "none")),
-            ("attention", ("softmax", "linear")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, choices))}."
-                )
+        check_choice("norm", self.norm, ("pre", "post", "none"))
+        check_choice("attention", self.attention, ("softmax", "linear"))
 
 
 PRESETS = {
@@ -102,7 +99,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream; by default each sees a normalised copy of it."""
+    """Attention and MLP, each added to the residual stream, of which it sees a normalised copy."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -136,9 +133,8 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         self.apply(self._initialize)
-        for (
-            block
-        ) in self.h:  # residual branches add up: keep the stream's variance independent of depth
+        # Residual branches add up: keep the stream's variance independent of depth.
+        for block in self.h:
             for projection in (block.attn.c_proj, block.mlp.c_proj):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * config.depth))
 
@@ -150,22 +146,20 @@ class GPT2(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # (B, T)
-        """The logits (B, T, V), or the mean cross-entropy if targets are given."""
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"Invalid sequence of {tokens.shape[1]} tokens. Must be at most context={self.config.context}."
-            )
+        """Return the logits (B, T, V), or the mean cross-entropy if targets are given."""
+        length, context = tokens.shape[1], self.config.context
+        if length > context:
+            raise ValueError(f"Invalid sequence of {length} tokens. Must be at most {context=}.")
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
-        return (
-            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        )
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# What our GPT-2 does not have, with the values under which the GPT-2 of transformers does not have
-# it either.
+# The options of transformers' GPT-2 that ours does not have, with the values that ours stands for.
 HF_FIXED = {
     "activation_function": "gelu_new",
     "add_cross_attention": False,
@@ -177,7 +171,7 @@ HF_FIXED = {
 
 
 def from_huggingface(model: Any) -> GPT2:
-    """Our GPT-2 with the weights of a `transformers.GPT2LMHeadModel`: the same logits in evaluation mode (we have no dropout).
+    """Return our GPT-2 with the weights of a `transformers.GPT2LMHeadModel`; it has no dropout.
 
     Raises:
         ValueError: If its config has what our GPT-2 lacks.
@@ -187,9 +181,8 @@ def from_huggingface(model: Any) -> GPT2:
     given["n_inner"] = hf.n_inner or 4 * hf.n_embd
     for name, value in {**HF_FIXED, "n_inner": 4 * hf.n_embd}.items():
         if given[name] != value:
-            raise ValueError(
-                f"Invalid {name}={given[name]!r} in the config. Must be {value!r}: our GPT-2 has no other."
-            )
+            found = f"{name}={given[name]!r}"
+            raise ValueError(f"Invalid {found} in the config. Must be {value!r} for our GPT-2.")
     config = GPT2Config(hf.vocab_size, hf.n_positions, hf.n_embd, hf.n_layer, hf.n_head)
     ours = GPT2(config).to(model.dtype)
     theirs = {
@@ -200,17 +193,18 @@ def from_huggingface(model: Any) -> GPT2:
 
 
 def to_huggingface(model: GPT2) -> Any:
-    """A `transformers.GPT2LMHeadModel` with the weights of our GPT-2, for `save_pretrained` and all that reads it.
+    """Return a `transformers.GPT2LMHeadModel` with the weights of our GPT-2.
 
     Raises:
-        ValueError: If the model has a norm or an attention that the GPT-2 of transformers lacks.
+        UsageError: If the model has a norm or an attention that the GPT-2 of transformers lacks.
     """
     import transformers
 
     config = model.config
     if (config.norm, config.attention) != ("pre", "softmax"):
-        raise ValueError(
-            f"Invalid norm={config.norm!r}, attention={config.attention!r}. Must be 'pre' and 'softmax' for transformers."
+        raise UsageError(
+            f"Invalid norm={config.norm!r}, attention={config.attention!r}. "
+            "Must be 'pre' and 'softmax' for transformers."
         )
     sizes = {
         "n_positions": config.context,
@@ -234,10 +228,6 @@ def to_huggingface(model: GPT2) -> Any:
 
 
 def _transposed(name: str, value: Tensor) -> Tensor:
-    """The matrices of transformers' `Conv1D` are stored the other way round."""
-    return (
-        value.t()
-        if name.startswith("h.")
-        and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        else value
-    )
+    """Transpose the matrices that are `Conv1D` in transformers and `Linear` here."""
+    names = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return value.t() if name.startswith("h.") and name.endswith(names) else value

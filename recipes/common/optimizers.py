@@ -2,15 +2,16 @@
 
 | name | what |
 |---|---|
-| `block-adamw`, `block-adamw-block`, `block-sgd`, `block-muon` | blockopt's; the second has one second moment a Hessian block |
+| `block-adamw`, `block-sgd`, `block-muon` | blockopt's |
+| `block-adamw-block` | BlockAdamW with one second moment per Hessian block |
 | `adamw`, `sgd` | `torch.optim` |
-| `muon` | `torch.optim.Muon` for the matrices inside the layers, `torch.optim.AdamW` for all else, with one learning rate |
+| `muon` | `torch.optim.Muon` for the matrices in layers, `torch.optim.AdamW` for the rest |
 | `torch_optimizer:NAME` | any of torch-optimizer, such as `torch_optimizer:Yogi` |
 | `adam-mini`, `schedulefree` | from the packages of these names |
 | `soap`, `sophia` | `SOAP` and `SophiaH` of the package pytorch-optimizer |
 
-Decay is decoupled from the gradient, except in `sgd` and in some of torch-optimizer, which add it
-to the gradient.
+Weight decay is decoupled from the gradient, except in `sgd` and in some of torch-optimizer, which
+add it to the gradient.
 """
 
 from __future__ import annotations
@@ -24,25 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 import blockopt
+from blockopt.block_lr.optimizer_hooks import unwrapped
 from blockopt.blocks import from_plain
 from blockopt.optim.muon import is_hidden_matrix
+from recipes.common.errors import MissingPackageError, UsageError
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
-NAMES = (
-    *OURS,
-    "adamw",
-    "sgd",
-    "muon",
-    "adam-mini",
-    "soap",
-    "sophia",
-    "schedulefree",
-    "torch_optimizer:NAME",
-)
-# Name: the module it comes from, and the package to install for it.
+THEIRS = ("adamw", "sgd", "muon", "adam-mini", "soap", "sophia", "schedulefree")
+NAMES = (*OURS, *THEIRS, "torch_optimizer:NAME")
+# The module that an optimizer comes from, and the package to install for it.
 PACKAGES = {
     "adam-mini": ("adam_mini", "adam-mini"),
     "soap": ("pytorch_optimizer", "pytorch-optimizer"),
@@ -50,38 +45,34 @@ PACKAGES = {
     "schedulefree": ("schedulefree", "schedulefree"),
     "torch_optimizer": ("torch_optimizer", "torch-optimizer"),
 }
-BETAS = {
-    "soap": (0.95, 0.95),
-    "sophia": (0.96, 0.99),
-}  # as their papers have them; (0.9, 0.95) for all others
+BETAS = {"soap": (0.95, 0.95), "sophia": (0.96, 0.99)}  # of their papers; (0.9, 0.95) for others
 NOT_BY_NAME = {
     "Lookahead": "wraps another optimizer",
     "Adahessian": "needs a graph of the gradient in each step",
-    "Apollo": "cannot go on from a checkpoint",
+    "Apollo": "cannot continue from a checkpoint",
 }
 
 
 def check_optimizer(name: str) -> None:
-    """Raise, before any data or model is made, if there is no such optimizer or its package is not installed.
+    """Check, before any data or model is made, that the optimizer exists and can be imported.
 
     Raises:
-        ValueError: If the name is unknown.
-        ModuleNotFoundError: If a package is missing; the message says which to install.
+        UsageError: If the name is unknown.
+        MissingPackageError: If a package is missing; the message says which to install.
     """
     package, _, chosen = name.partition(":")
     if name not in NAMES[:-1] and not (package == "torch_optimizer" and chosen):
-        raise ValueError(f"Invalid optimizer {name!r}. Must be one of {', '.join(NAMES)}.")
+        raise UsageError(f"Invalid optimizer {name!r}. Must be one of {', '.join(NAMES)}.")
     if package in PACKAGES:
         module = _module(package, name)
         if chosen in NOT_BY_NAME:
-            raise ValueError(f"Invalid optimizer {name!r}: it {NOT_BY_NAME[chosen]}. Take another.")
+            raise UsageError(f"Invalid optimizer {name!r}: it {NOT_BY_NAME[chosen]}. Take another.")
         if chosen and not _is_optimizer(getattr(module, chosen, None)):
-            known = sorted(
-                n for n, c in vars(module).items() if _is_optimizer(c) and n not in NOT_BY_NAME
-            )
-            raise ValueError(f"Invalid optimizer {name!r}. torch-optimizer has {', '.join(known)}.")
+            known = {n for n, c in vars(module).items() if _is_optimizer(c)} - NOT_BY_NAME.keys()
+            listed = ", ".join(sorted(known))
+            raise UsageError(f"Invalid optimizer {name!r}. torch-optimizer has {listed}.")
     if name == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ModuleNotFoundError(
+        raise MissingPackageError(
             f"Optimizer 'muon' needs torch 2.9 or later, this is {torch.__version__}."
         )
 
@@ -93,17 +84,14 @@ def _module(package: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ModuleNotFoundError(
+        raise MissingPackageError(
             f"Optimizer {name!r} needs the package {to_install}: pip install {to_install}"
         ) from None
 
 
 def _is_optimizer(candidate: Any) -> bool:
-    return (
-        inspect.isclass(candidate)
-        and issubclass(candidate, Optimizer)
-        and candidate is not Optimizer
-    )
+    is_class = inspect.isclass(candidate) and issubclass(candidate, Optimizer)
+    return is_class and candidate is not Optimizer
 
 
 def build_optimizer(
@@ -116,35 +104,34 @@ def build_optimizer(
     momentum: float | None = None,
     curvature: str | None = None,
 ) -> Optimizer:
-    """The optimizer of this name for all trainable parameters of the model.
+    """Build the optimizer of this name for all trainable parameters of the model.
 
     Args:
         name: One of `NAMES`.
         model: Any transformer that `blockopt.find_blocks` knows.
         lr: Learning rate.
-        weight_decay: Of matrices, norms excepted; 0 for all else.
-        betas: Of those with two moments; what is usual for each by default.
-        momentum: Of those with a momentum of SGD (default 0.9) or Muon (default 0.95).
-        curvature: What a `BlockLR` that will be attached is to measure. If given, an optimizer that
-            is not blockopt's gets one group a parameter, so that each can have its own learning
+        weight_decay: For matrices other than norms; everything else has none.
+        betas: For optimizers with two moments; by default what is usual for each.
+        momentum: For SGD (by default 0.9) and Muon (by default 0.95).
+        curvature: What a `BlockLR` will measure, if one will be attached. Optimizers that are not
+            blockopt's then get one group per parameter, so that each can have its own learning
             rate.
 
     Raises:
-        ValueError: If the name is unknown, an option is out of range, or the optimizer cannot serve
-            the model.
-        ModuleNotFoundError: If its package is not installed; the message says which to install.
+        UsageError: If the name is unknown, or the optimizer cannot train the model.
+        MissingPackageError: If its package is not installed.
 
     Example:
-        >>> optimizer = build_optimizer("block-adamw", nn.TransformerEncoderLayer(16, 2, 32), lr=1e-3)
-        >>> type(optimizer).__name__, {group["role"]: group["weight_decay"] for group in optimizer.param_groups}["bias"]
+        >>> model = nn.TransformerEncoderLayer(16, 2, 32)
+        >>> optimizer = build_optimizer("block-adamw", model, lr=1e-3)
+        >>> decay = {group["role"]: group["weight_decay"] for group in optimizer.param_groups}
+        >>> type(optimizer).__name__, decay["bias"]
         ('BlockAdamW', 0.0)
     """
     check_optimizer(name)
     betas = BETAS.get(name, (0.9, 0.95)) if betas is None else betas
-    by_parameter = curvature is not None and name not in OURS
-    groups = blockopt.param_groups(
-        model, weight_decay=weight_decay, by="parameter" if by_parameter else "role"
-    )
+    by = "parameter" if curvature is not None and name not in OURS else "role"
+    groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by)
     sgd_momentum = 0.9 if momentum is None else momentum
     muon_momentum = 0.95 if momentum is None else momentum
     if name in ("block-adamw", "block-adamw-block"):
@@ -169,15 +156,14 @@ def build_optimizer(
     if name in ("soap", "sophia"):
         module = _module(name, name)
         return (module.SOAP if name == "soap" else module.SophiaH)(groups, lr=lr, betas=betas)
-    return _of_torch_optimizer(
-        name.partition(":")[2], groups, {"lr": lr, "betas": betas, "momentum": sgd_momentum}
-    )
+    wanted = {"lr": lr, "betas": betas, "momentum": sgd_momentum}
+    return _of_torch_optimizer(name.partition(":")[2], groups, wanted)
 
 
 def _of_torch_optimizer(
     name: str, groups: list[dict[str, Any]], wanted: dict[str, Any]
 ) -> Optimizer:
-    """The class of this name, with those options that it has; AggMo's three betas are its own."""
+    """Build the class of this name with those options that it has; AggMo keeps its three betas."""
     cls = getattr(_module("torch_optimizer", name), name)
     known = inspect.signature(cls).parameters
     if known.get("betas") is not None and len(known["betas"].default) != 2:
@@ -188,11 +174,8 @@ def _of_torch_optimizer(
             f"{name} sets its own step sizes: learning rate, schedule and weight decay do nothing.",
             stacklevel=3,
         )
-    if name == "Adafactor":
-        options |= {
-            "relative_step": False,
-            "scale_parameter": False,
-        }  # or it would not take our learning rate
+    if name == "Adafactor":  # it would ignore our learning rate
+        options |= {"relative_step": False, "scale_parameter": False}
     # Written for older versions of torch: parameters without names.
     plain = [
         {"params": [p for _, p in group["params"]], "weight_decay": group["weight_decay"]}
@@ -204,30 +187,25 @@ def _of_torch_optimizer(
 def _adam_mini(
     model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> Optimizer:
-    """Adam-mini finds its blocks by name, in matrices stored as those of `nn.Linear`."""
+    """Build Adam-mini, which finds its blocks by name in matrices stored like `nn.Linear`'s."""
     if any(type(module).__name__ == "Conv1D" for module in model.modules()):
-        raise ValueError(
-            "Optimizer 'adam-mini' reads heads and neurons from rows, and this model's Conv1D has columns."
+        raise UsageError(
+            "Optimizer 'adam-mini' reads heads and neurons from rows, and Conv1D stores columns."
         )
     config: Any = model.config
-    width = getattr(config, "width", None) or config.hidden_size
     heads = getattr(config, "heads", None) or config.num_attention_heads
-    sizes = {
-        "dim": width,
-        "n_heads": heads,
-        "n_kv_heads": getattr(config, "num_key_value_heads", heads),
-    }
-    cls = _module("adam-mini", "adam-mini").Adam_mini
-    optimizer = cls(
+    optimizer = _module("adam-mini", "adam-mini").Adam_mini(
         model.named_parameters(),
         lr=lr,
         betas=betas,
         weight_decay=weight_decay,
+        dim=getattr(config, "width", None) or config.hidden_size,
+        n_heads=heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", heads),
         verbose=False,
-        **sizes,
     )
-    # A fused matrix has the heads of query, key and value one after another: as many blocks of the
-    # size it expects.
+    # A fused matrix holds the heads of query, key and value one after another: blocks of the size
+    # that it expects.
     optimizer.wqk_names.add("c_attn")
     optimizer.attn_proj_names.add("attn.c_proj")
     optimizer.embd_names.add("wpe")
@@ -235,7 +213,7 @@ def _adam_mini(
 
 
 class MuonWithAdamW(Optimizer):
-    """`torch.optim.Muon` for the matrices inside the layers and `torch.optim.AdamW` for the rest, as one optimizer.
+    """`torch.optim.Muon` for the matrices in layers and `torch.optim.AdamW` for the rest, as one.
 
     Muon's step has the root mean square of AdamW's (`match_rms_adamw`), so that one learning rate
     serves both.
@@ -243,8 +221,8 @@ class MuonWithAdamW(Optimizer):
     Args:
         groups: What `blockopt.param_groups` returns, with weight decay.
         lr: Learning rate.
-        betas: Of AdamW.
-        momentum: Of Muon.
+        betas: For AdamW.
+        momentum: For Muon.
     """
 
     def __init__(
@@ -252,24 +230,19 @@ class MuonWithAdamW(Optimizer):
     ) -> None:
         parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
-            pairs = list(zip(group["params"], group["blocks"]))
-            for hidden in (True, False):
+            for hidden, found in parts.items():
                 chosen = [
                     (p, blocks)
-                    for p, blocks in pairs
+                    for p, blocks in zip(group["params"], group["blocks"])
                     if is_hidden_matrix(p[1], from_plain(blocks)) == hidden
                 ]
                 if chosen:
-                    parts[hidden].append(
-                        {
-                            **group,
-                            "params": [p for p, _ in chosen],
-                            "blocks": [b for _, b in chosen],
-                        }
-                    )
+                    params, blocks = map(list, zip(*chosen))
+                    found.append({**group, "params": params, "blocks": blocks})
         if not parts[True] or not parts[False]:
-            raise ValueError(
-                "Optimizer 'muon' needs matrices inside of layers and other parameters; the model lacks one of both."
+            raise UsageError(
+                "Optimizer 'muon' needs matrices in layers and other parameters. "
+                "The model lacks one of the two."
             )
         self._muon = torch.optim.Muon(
             parts[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"
@@ -286,56 +259,41 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, part in (("muon", self._muon), ("adamw", self._adamw)):
-            # Handed over each time: loading a checkpoint and sharding a model replace groups and
-            # parameters.
+            # Handed over in each step, as loading a checkpoint and sharding a model replace groups
+            # and parameters.
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             part.step()
         return loss
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what accelerate puts around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def take_step(optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-    """Take one step; for Sophia, which wants the diagonal of the Hessian now and then, measure that first.
+    """Take one step. Sophia needs the diagonal of the Hessian now and then: measure it first.
 
     Args:
         optimizer: Wrapped by accelerate or not.
-        loss: Of a batch, by a model that DDP does not wrap.
+        loss: The loss of a batch, by a model that DDP does not wrap.
     """
-    inner = unwrapped(optimizer)
-    if (
-        type(inner).__name__ == "SophiaH"
-        and inner.param_groups[0].get("step", 0) % inner.update_period == 0
-    ):
-        inner.step(
-            hessian=hessian_diagonal(
-                [p for group in inner.param_groups for p in group["params"]], loss
-            )
-        )
+    inner: Any = unwrapped(optimizer)
+    groups = inner.param_groups
+    if type(inner).__name__ == "SophiaH" and groups[0].get("step", 0) % inner.update_period == 0:
+        parameters = [p for group in groups for p in group["params"]]
+        inner.step(hessian=hessian_diagonal(parameters, loss))
     else:
         optimizer.step()
 
 
 def hessian_diagonal(parameters: list[Tensor], loss: Callable[[], Tensor]) -> list[Tensor]:
-    """Hutchinson's estimate `z * Hz` with one vector of random signs, averaged over ranks.
+    """Return Hutchinson's estimate `z * Hz` with one vector of signs, averaged over ranks.
 
     Raises:
-        ValueError: If a parameter is sharded, for which there are no second derivatives.
+        UsageError: If a parameter is sharded, for which there are no second derivatives.
     """
     if any(hasattr(p, "placements") for p in parameters):
-        raise ValueError(
-            "Optimizer 'sophia' needs whole parameters. Train with DDP, or choose another under FSDP2."
+        raise UsageError(
+            "Optimizer 'sophia' needs whole parameters. Train with DDP, or choose another."
         )
-    with (
-        torch.enable_grad(),
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ):  # others have no second derivative
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         gradients = torch.autograd.grad(loss(), parameters, create_graph=True)
         signs = [torch.randint_like(p, 2) * 2 - 1 for p in parameters]
         products = torch.autograd.grad(gradients, parameters, signs)

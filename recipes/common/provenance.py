@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit, the code that decides it, the libraries and the machine."""
+"""Where a result comes from: the commit, the code, the libraries and the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = ("blockopt", "recipes")
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, with "-dirty" if files differ from it; None outside of one."""
+    """Return the commit of this repository, with "-dirty" if files differ, or None outside one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -31,7 +31,7 @@ def git_commit() -> str | None:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of blockopt, Python and those of the packages that are installed."""
+    """Return the versions of blockopt, of Python and of the packages that are installed."""
     found = {"blockopt": blockopt.__version__, "python": platform.python_version()}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -40,12 +40,12 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def machine() -> str:
-    """System, cores and processor, in words."""
+    """Return system, cores and processor in words."""
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}"
 
 
 def _processor() -> str:
-    """The name of the CPU, where Linux tells it."""
+    """Return the name of the CPU, where Linux tells it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def code_hash(module: str) -> str:
-    """A hash of the source of a module and of all modules of blockopt and the recipes that it imports, directly or not."""
+    """Return a hash of the sources of a module and of all of ours that it imports."""
     digest = hashlib.sha256()
     for name, path in sorted(imported_sources(module).items()):
         digest.update(f"{name} {len(path.read_bytes())}\n".encode() + path.read_bytes())
@@ -62,7 +62,10 @@ def code_hash(module: str) -> str:
 
 
 def imported_sources(module: str) -> dict[str, Path]:
-    """`{name: file}` of a module and of all of ours that it imports, found by reading their import statements."""
+    """Return `{name: file}` of a module and of all of ours that it imports, directly or not.
+
+    Imports are found by reading the sources, also those inside functions.
+    """
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -77,7 +80,7 @@ def imported_sources(module: str) -> dict[str, Path]:
 
 
 def _source(name: str) -> Path | None:
-    """The file of one of our modules; None for a module of others, or a name that is not a module."""
+    """Return the file of one of our modules, or None for anything else."""
     if name.split(".")[0] not in OURS:
         return None
     try:

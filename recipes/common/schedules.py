@@ -1,6 +1,6 @@
-"""Learning rate schedules as pure functions of the step: nothing to save, a resumed run has the same.
+"""Learning rate schedules as pure functions of the step, so that there is nothing to save.
 
-Each gives the factor of the peak learning rate in step `step` (from 0) of `steps`. All warm up
+Each returns the factor of the peak learning rate in step `step` (from 0) of `steps`. All warm up
 linearly, `(step + 1) / warmup` in step `step`, and reach 1 at `step = warmup` at the latest.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from blockopt.checks import check_choice
+
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def cosine(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> float:
-    """Half a cosine from 1 after the warm-up to `final` at the end.
+    """Follow half a cosine from 1 after the warm-up to `final` at the end.
 
     Example:
         >>> [round(cosine(step, 4), 3) for step in range(5)]
@@ -25,7 +27,7 @@ def cosine(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> flo
 
 
 def linear(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> float:
-    """A line from 1 after the warm-up to `final` at the end.
+    """Follow a line from 1 after the warm-up to `final` at the end.
 
     Example:
         >>> [linear(step, 6, warmup=2) for step in range(7)]
@@ -35,22 +37,20 @@ def linear(step: int, steps: int, *, warmup: int = 0, final: float = 0.0) -> flo
 
 
 def wsd(step: int, steps: int, *, warmup: int = 0, final: float = 0.0, decay: float = 0.2) -> float:
-    """Warm-up, stable, decay: 1 until the last part `decay` of the steps, then a line to `final`.
+    """Warm up, stay at 1, decay: a line to `final` over the last part `decay` of the steps.
 
     Example:
         >>> [round(wsd(step, 10, decay=0.4), 2) for step in range(11)]
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if not 0 < decay <= 1:
-        raise ValueError(
-            f"Invalid decay={decay}. Must be in (0, 1], the part of the steps that decays."
-        )
+        raise ValueError(f"Invalid decay={decay}. Must be in (0, 1], a part of the steps.")
     start = max(warmup, steps - max(1, round(decay * steps)))
     return _decayed(step, steps, warmup, lambda t: 1 - (1 - final) * t, start)
 
 
 def constant(step: int, steps: int, *, warmup: int = 0) -> float:
-    """1 after the warm-up, for optimizers that average instead of decaying (schedulefree).
+    """Stay at 1 after the warm-up, for optimizers that average instead (schedulefree).
 
     Example:
         >>> [constant(step, 4, warmup=2) for step in range(4)]
@@ -62,15 +62,15 @@ def constant(step: int, steps: int, *, warmup: int = 0) -> float:
 def schedule(
     name: str, step: int, steps: int, *, warmup: int = 0, final: float = 0.0, decay: float = 0.2
 ) -> float:
-    """The factor of the schedule of this name.
+    """Return the factor of the schedule of this name.
 
     Args:
         name: "cosine", "linear", "wsd" or "constant".
-        step: From 0.
-        steps: Of the whole run.
+        step: Number of the step, from 0.
+        steps: Length of the whole run.
         warmup: Steps of linear warm-up.
         final: Factor at the end, except for "constant".
-        decay: Part of the steps that decays, for "wsd".
+        decay: Part of the steps in which "wsd" decays.
 
     Raises:
         ValueError: If the name is unknown or a number is out of range.
@@ -85,15 +85,14 @@ def schedule(
         return linear(step, steps, warmup=warmup, final=final)
     if name == "wsd":
         return wsd(step, steps, warmup=warmup, final=final, decay=decay)
-    if name == "constant":
-        return constant(step, steps, warmup=warmup)
-    raise ValueError(f"Invalid schedule {name!r}. Must be one of {', '.join(SCHEDULES)}.")
+    check_choice("schedule", name, SCHEDULES)
+    return constant(step, steps, warmup=warmup)
 
 
 def _decayed(
     step: int, steps: int, warmup: int, factor: Callable[[float], float], start: int | None = None
 ) -> float:
-    """The warm-up, or `factor` of the time from `start`, 0, to the end, 1."""
+    """Return the warm-up, or `factor` of the time, which runs from 0 at `start` to 1 at the end."""
     if not 0 <= warmup < max(steps, 1):
         raise ValueError(
             f"Invalid warmup={warmup} of {steps} steps. Must be >= 0 and less than steps."

@@ -1,16 +1,19 @@
-"""What is compared: each arm is an optimizer, where its block scales come from, and the space that it is tuned over.
+"""What is compared: an optimizer, where its block scales come from, and what is tuned.
 
-Tuned are the learning rate, what an arm adds to it, and weight decay, in this order. All else is
-fixed, alike where it means the same: betas (0.9, 0.95) for everything of Adam's kind and (0.95,
-0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon, clipping at norm 1, decay of matrices only.
-Scales by curvature are refreshed about 20 times a run, one a role (`BlockLR(by="role")`). A control
-takes power and decay from the arm that it controls, as tuned, and tunes its learning rate alone:
-the spread of the scales is the same, and only their places differ.
+Most arms tune the learning rate, what they add to it, and weight decay, in this order. Shipped arms
+tune the learning rate only: weight decay is 0.1 and `BlockLR` has its defaults, as in the snippet
+of the README. Everything else is fixed, and equal where it means the same: betas (0.9, 0.95) for
+everything like Adam and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon, clipping at
+norm 1, weight decay on matrices only. Arms that are not shipped refresh their scales about 20 times
+per run, one scale per role (`BlockLR(by="role")`).
+
+A control takes power and decay from the arm that it controls, as tuned, and tunes its learning rate
+only: the scales are spread as far, and only their places differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +22,16 @@ from torch import nn
 
 import blockopt
 from recipes.common.optimizers import build_optimizer
+from recipes.common.training import Training
 from recipes.comparison.controls import SHUFFLE_SEED, ShuffledBlockLR, controlled
 from recipes.comparison.tuning import Axis
 
 REFRESHES = 20
 ADAM_LR, SGD_LR, MUON_LR = Axis("lr", 3e-3), Axis("lr", 0.3), Axis("lr", 1e-2)
 DECAY, SGD_DECAY = Axis("weight_decay", 0.1, late=True), Axis("weight_decay", 1e-3, late=True)
+SHIPPED_DECAY = 0.1
 POWER = Axis("power", -0.5)
-KNOWN_AS = {
-    "block-sgd": ": SGD with decoupled decay",
-    "block-adamw": ": AdamW itself, but for rounding",
-    "block-muon": ": Muon, with queries, keys and values as matrices of their own",
-}
+RATIOS = (Axis("embedding_ratio", 1.0), Axis("vector_ratio", 1.0))
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Arm:
     """One way to train.
 
     Attributes:
-        name: Short, for tables and `--arms`.
+        name: Short name for tables and `--arms`.
+        title: Plain name for pictures.
         about: One line for the report.
         optimizer: A name that `build_optimizer` knows.
         space: What is tuned, learning rate first. Axes that end in "_ratio" multiply the learning
@@ -46,11 +48,13 @@ class Arm:
         scales: Where the block scales come from: None, "ratios" (the published ones), or a
             curvature of `BlockLR`.
         control: None, "shuffled" or "inverted".
-        base: Of a control, the arm whose tuned values it takes, all but the learning rate.
+        base: The arm that a control takes its other tuned values from.
         ours: Whether the optimizer is blockopt's.
+        shipped: Whether everything but the learning rate is as shipped.
     """
 
     name: str
+    title: str
     about: str
     optimizer: str
     space: tuple[Axis, ...]
@@ -58,123 +62,107 @@ class Arm:
     control: str | None = None
     base: str | None = None
     ours: bool = False
+    shipped: bool = False
 
     def recipe(self) -> dict[str, Any]:
-        """All of it that decides how a run goes, besides the tuned values."""
-        return {
-            "optimizer": self.optimizer,
-            "scales": self.scales,
-            "control": self.control,
-            "refreshes": REFRESHES,
-        }
+        """Return what decides a run besides the name and the tuned values; part of its key."""
+        names = ("optimizer", "scales", "control")
+        return {name: getattr(self, name) for name in names} | {"refreshes": REFRESHES}
 
     @property
     def names(self) -> list[str]:
-        """Of all hyperparameters that a run needs, tuned or taken from the base."""
+        """The hyperparameters that a run needs, tuned or taken from the base."""
         taken = () if self.base is None else ARMS[self.base].space
         return list(dict.fromkeys(axis.name for axis in (*self.space, *taken)))
 
 
-def _arms() -> dict[str, Arm]:
-    ratios = (Axis("embedding_ratio", 1.0), Axis("vector_ratio", 1.0))
-    arms = [
-        Arm("sgd", "SGD with momentum 0.9", "sgd", (SGD_LR, SGD_DECAY)),
-        Arm("adamw", "AdamW with one learning rate", "adamw", (ADAM_LR, DECAY)),
-        Arm(
-            "adamw-groups",
-            "AdamW with free learning rates for embeddings, 1-D parameters and matrices",
-            "adamw",
-            (ADAM_LR, *ratios, DECAY),
-        ),
-        Arm(
-            "adamw-ratios",
-            "AdamW with the fixed ratios of Wang et al. (sharpness disparity), and nothing else of their method",
-            "block-adamw",
-            (ADAM_LR, DECAY),
-            scales="ratios",
-        ),
-        Arm(
-            "adam-mini",
-            "Adam-mini, values by head as in the fused matrix",
-            "adam-mini",
-            (ADAM_LR, DECAY),
-        ),
-        Arm(
-            "muon",
-            "torch.optim.Muon on matrices, fused ones as a whole; AdamW on the rest",
-            "muon",
-            (MUON_LR, DECAY),
-        ),
-        Arm("soap", "SOAP: Adam in the eigenbasis of Shampoo", "soap", (ADAM_LR, DECAY)),
-    ]
+def _others() -> Iterator[Arm]:
+    adam = (ADAM_LR, DECAY)
+    yield Arm("sgd", "SGD", "SGD with momentum 0.9", "sgd", (SGD_LR, SGD_DECAY))
+    yield Arm("adamw", "AdamW", "AdamW with one learning rate", "adamw", adam)
+    about = "AdamW with free learning rates for embeddings, 1-D parameters and matrices"
+    space = (ADAM_LR, *RATIOS, DECAY)
+    yield Arm("adamw-groups", "AdamW, three learning rates", about, "adamw", space)
+    about = "AdamW with the fixed ratios of Wang et al. (sharpness disparity), without their method"
+    title = "AdamW, published ratios"
+    yield Arm("adamw-ratios", title, about, "block-adamw", adam, scales="ratios")
+    about = "Adam-mini, values by head as in the fused matrix"
+    yield Arm("adam-mini", "Adam-mini", about, "adam-mini", adam)
+    about = "torch.optim.Muon on matrices, fused ones as a whole; AdamW on the rest"
+    yield Arm("muon", "Muon", about, "muon", (MUON_LR, DECAY))
+    yield Arm("soap", "SOAP", "SOAP: Adam in the eigenbasis of Shampoo", "soap", adam)
+
+
+def _ours() -> Iterator[Arm]:
     bases = {
-        "block-sgd": ("BlockSGD", SGD_LR, SGD_DECAY),
-        "block-adamw": ("BlockAdamW", ADAM_LR, DECAY),
-        "block-adamw-block": ("BlockAdamW, one second moment a block", ADAM_LR, DECAY),
-        "block-muon": ("BlockMuon", MUON_LR, DECAY),
+        "block-sgd": ("BlockSGD", SGD_LR, SGD_DECAY, ": SGD with decoupled decay"),
+        "block-adamw": ("BlockAdamW", ADAM_LR, DECAY, ": AdamW itself, except for rounding"),
+        "block-adamw-block": ("BlockAdamW, one second moment per block", ADAM_LR, DECAY, ""),
+        "block-muon": ("BlockMuon", MUON_LR, DECAY, ": Muon with separate queries, keys, values"),
     }
-    for base, (title, lr, decay) in bases.items():
-        about = f"{title}, all scales 1{KNOWN_AS.get(base, '')}"
-        arms.append(Arm(base, about, base, (lr, decay), ours=True))
-        for curvature, what in (
-            ("analytic", "analytic Gauss-Newton curvature"),
-            ("newton", "estimated curvature over slope"),
-        ):
-            about = f"{title}, scales from {what}"
-            arms.append(
-                Arm(
-                    f"{base}+{curvature}",
-                    about,
-                    base,
-                    (lr, POWER, decay),
-                    scales=curvature,
-                    ours=True,
-                )
-            )
-    for scales, base in (
-        ("newton", "block-adamw+newton"),
-        ("analytic", "block-adamw+analytic"),
-        ("ratios", "adamw-ratios"),
-    ):
+    curvatures = {
+        "analytic": ("BlockLR (analytic)", "analytic Gauss-Newton curvature"),
+        "newton": ("BlockLR", "estimated curvature over slope"),
+    }
+    for base, (title, lr, decay, known_as) in bases.items():
+        yield Arm(base, title, f"{title}, all scales 1{known_as}", base, (lr, decay), ours=True)
+        for scales, (plus, measured) in curvatures.items():
+            about = f"{title}, scales from {measured}"
+            names = (f"{base}+{scales}", f"{title} + {plus}")
+            yield Arm(*names, about, base, (lr, POWER, decay), scales=scales, ours=True)
+
+
+def _controls(bases: Mapping[str, Arm]) -> Iterator[Arm]:
+    for name in ("block-adamw+newton", "block-adamw+analytic", "adamw-ratios"):
+        base = bases[name]
         for control in ("shuffled", "inverted"):
-            about = f"Control: {base} with its scales {control}"
-            arms.append(
-                Arm(
-                    f"{base}-{control}",
-                    about,
-                    "block-adamw",
-                    (ADAM_LR,),
-                    scales=scales,
-                    control=control,
-                    base=base,
-                )
+            yield Arm(
+                f"{name}-{control}",
+                f"{base.title}, {control}",
+                f"Control: {name} with its scales {control}",
+                "block-adamw",
+                (ADAM_LR,),
+                scales=base.scales,
+                control=control,
+                base=name,
             )
-    return {arm.name: arm for arm in arms}
+
+
+def _shipped(bases: Mapping[str, Arm]) -> Iterator[Arm]:
+    names = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
+    for base in (bases[name] for name in names):
+        yield Arm(
+            f"shipped-{base.name}",
+            base.title,
+            f"{base.title} as shipped, weight decay {SHIPPED_DECAY:g}",
+            base.optimizer,
+            base.space[:1],
+            scales=base.scales,
+            ours=base.ours,
+            shipped=True,
+        )
+
+
+def _arms() -> dict[str, Arm]:
+    arms = {arm.name: arm for arm in (*_others(), *_ours())}
+    return arms | {arm.name: arm for arm in (*_controls(arms), *_shipped(arms))}
 
 
 ARMS = _arms()
 BASELINE = "adamw"
 
 
-@dataclass
-class Training:
-    """An optimizer ready to train with."""
-
-    optimizer: torch.optim.Optimizer
-    block_lr: blockopt.BlockLR | None
-
-
 def build(
     arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int, seed: int
 ) -> Training:
-    """The optimizer of an arm, and its `BlockLR` if it has one.
+    """Return the model with the optimizer of an arm, and its `BlockLR` if it has one.
 
     Args:
-        arm: Which one.
-        model: What it trains.
-        values: One for each axis of the arm's space.
-        steps: Of the whole run; refreshes are spread over them.
-        seed: Of the probes of the curvature.
+        arm: What to train with.
+        model: What to train.
+        values: One value for each of the arm's hyperparameters.
+        steps: Length of the run, over which refreshes are spread.
+        seed: For the samples that curvature draws.
 
     Raises:
         ValueError: If a value is missing or unknown.
@@ -183,48 +171,40 @@ def build(
         raise ValueError(
             f"Invalid hyperparameters {sorted(values)} of {arm.name}. Must be {sorted(arm.names)}."
         )
-    optimizer = build_optimizer(
-        arm.optimizer, model, values["lr"], weight_decay=values["weight_decay"]
-    )
+    decay = SHIPPED_DECAY if arm.shipped else values["weight_decay"]
+    optimizer = build_optimizer(arm.optimizer, model, values["lr"], weight_decay=decay)
     _scale_groups(optimizer, model, values)
     if arm.scales is None:
-        return Training(optimizer, None)
+        return Training(model, optimizer, None)
     if arm.scales == "ratios":
         scales = blockopt.sharpness_disparity(model)
-        scales = (
-            scales if arm.control is None else controlled(scales, model, arm.control, SHUFFLE_SEED)
-        )
+        if arm.control is not None:
+            scales = controlled(scales, model, arm.control, SHUFFLE_SEED)
         optimizer.set_block_scales(scales)
-        return Training(optimizer, None)
+        return Training(model, optimizer, None)
+    if arm.shipped:
+        return Training(model, optimizer, blockopt.BlockLR(optimizer, model))
     kind = ShuffledBlockLR if arm.control == "shuffled" else blockopt.BlockLR
     power = -values["power"] if arm.control == "inverted" else values["power"]
     every = max(1, steps // REFRESHES)
-    return Training(
-        optimizer, kind(optimizer, model, curvature=arm.scales, every=every, power=power, seed=seed)
-    )
+    options = {"curvature": arm.scales, "every": every, "power": power, "seed": seed}
+    return Training(model, optimizer, kind(optimizer, model, **options))
 
 
 def _scale_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, values: Mapping[str, float]
 ) -> None:
-    """Multiply the learning rate of each group by the ratio of its kind of parameter, for arms that have such ratios."""
-    ratios = {
-        name.removesuffix("_ratio"): value
-        for name, value in values.items()
-        if name.endswith("_ratio")
-    }
+    """Multiply the learning rate of each group by the ratio of its kind of parameter, if any."""
+    ratios = {n.removesuffix("_ratio"): v for n, v in values.items() if n.endswith("_ratio")}
     if not ratios:
         return
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for group in optimizer.param_groups:
         kinds = {
             "embedding" if id(p) in embeddings else "vector" if p.ndim < 2 else "matrix"
             for p in group["params"]
         }
         if len(kinds) != 1:
-            raise ValueError(
-                f"A group of {type(optimizer).__name__} mixes {sorted(kinds)}, which need one learning rate each."
-            )
+            name = type(optimizer).__name__
+            raise ValueError(f"A group of {name} mixes {sorted(kinds)}, each with its own lr.")
         group["lr"] *= ratios.get(kinds.pop(), 1.0)

@@ -1,6 +1,6 @@
-"""The training loop of one run: from a configuration to the lines of its file, exactly, also through a kill.
+"""The training loop of one run: from a configuration to the lines of its file.
 
-A run that takes long keeps a checkpoint, from which it goes on as if it had never stopped.
+A run that takes long keeps a checkpoint, from which it continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockopt.curvature import ESTIMATORS
 from recipes.common.checkpoints import CheckpointError, Checkpoints
+from recipes.common.errors import UsageError
 from recipes.common.gpt2 import GPT2
 from recipes.common.schedules import schedule
-from recipes.comparison.arms import ARMS, Training, build
+from recipes.common.training import Batch, Training, token_loss
+from recipes.comparison.arms import ARMS, build
 from recipes.comparison.run_config import DataConfig, RunConfig
 from recipes.data.token_data import TokenData, load_data
 
@@ -40,7 +42,7 @@ class _Progress:
     gradient_evaluations: int = 0
     seconds: float = 0.0
     curvature_seconds: float = 0.0
-    refreshes: int = 0  # of which there are lines
+    refreshes: int = 0  # that have been written
     lines: list[str] = field(default_factory=list)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -48,47 +50,40 @@ class _Progress:
 
 
 def train(config: RunConfig, folder: Path, code: str) -> list[str]:
-    """Train to the end, and return the lines of the run's file: one a step, one a refresh of the scales, and the last one.
+    """Train to the end, and return the lines of the run's file, one per step and per refresh.
 
     Args:
         config: What to run.
-        folder: For checkpoints. If there is one, the run goes on from it.
-        code: Hash of the sources. A checkpoint that other code has made is left aside.
+        folder: Where checkpoints lie. If there is one, the run continues from it.
+        code: Hash of the sources. Checkpoints of other code are ignored.
     """
     torch.set_num_threads(config.threads)
-    data = token_data(config.data)
+    data, arm = token_data(config.data), ARMS[config.arm]
+    sizes = {"batch_size": config.batch_size, "context": config.model.context}
+    batches = data.batches("train", seed=config.seed, **sizes)
     torch.manual_seed(config.seed)
     model = GPT2(config.model).to(config.device)  # drawn on the CPU: the same weights everywhere
-    batches = data.batches(
-        "train", batch_size=config.batch_size, context=config.model.context, seed=config.seed
-    )
     diverged, checkpoints = None, Checkpoints(folder)
+    warmup = max(1, round(WARMUP * config.steps))
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Curvature|The refresh of the block learning rates"
-        )  # counted instead
-        training = build(
-            ARMS[config.arm], model, dict(config.values), steps=config.steps, seed=config.seed
-        )
-        estimator = ESTIMATORS.get(ARMS[config.arm].scales or "")
-        cost = 0 if estimator is None else estimator.gradients
+        # What these warn about is counted in `failed_refreshes`.
+        warnings.filterwarnings("ignore", "Curvature|The refresh of the block learning rates")
+        training = build(arm, model, dict(config.values), steps=config.steps, seed=config.seed)
         peaks = [group["lr"] for group in training.optimizer.param_groups]
-        progress = _resume(checkpoints, model, training, code)
+        cost = ESTIMATORS[arm.scales].gradients if arm.scales in ESTIMATORS else 0
+        progress = _resume(checkpoints, training, code)
         saved = time.perf_counter()
-        for step in range(progress.step + 1, config.steps + 1):
-            tokens = _to(batches[step - 1], config.device)
-            factor = schedule(
-                config.schedule, step - 1, config.steps, warmup=max(1, round(WARMUP * config.steps))
-            )
-            diverged = _take_step(
-                training, model, tokens, [peak * factor for peak in peaks], cost, progress
-            )
-            if diverged is not None:
-                break
-            if time.perf_counter() - saved > SECONDS_BETWEEN_CHECKPOINTS:
-                checkpoints.save(step, _state(model, training, progress, code))
+        while progress.step < config.steps and diverged is None:
+            batch = _to(batches[progress.step], config.device)
+            factor = schedule(config.schedule, progress.step, config.steps, warmup=warmup)
+            for group, peak in zip(training.optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            diverged = _take_step(training, batch, cost, progress)
+            if diverged is None and time.perf_counter() - saved > SECONDS_BETWEEN_CHECKPOINTS:
+                state = {"code": code, "progress": asdict(progress), **training.state_dict()}
+                checkpoints.save(progress.step, state)
                 saved = time.perf_counter()
-    final = evaluate(model, data, config) if diverged is None else math.inf
+    final = evaluate(training, data, config) if diverged is None else math.inf
     if diverged is None and not math.isfinite(final):
         diverged = f"evaluation: the loss is {final}"
     numel = sum(p.numel() for p in model.parameters())
@@ -107,92 +102,50 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
     return progress.lines
 
 
-def _take_step(
-    training: Training,
-    model: nn.Module,
-    tokens: tuple[Tensor, Tensor],
-    rates: list[float],
-    cost: int,
-    progress: _Progress,
-) -> str | None:
-    """One step with its refresh, counted and written; why it diverged, if it did. A refresh counts as `cost` gradients."""
-    block_lr, step, calls = training.block_lr, progress.step + 1, 0
+def _take_step(training: Training, batch: Batch, cost: int, progress: _Progress) -> str | None:
+    """Take one step, count and write it, and return why it diverged, if it did.
 
-    def loss_of_batch() -> Tensor:
-        nonlocal calls
-        calls += 1
-        return model(*tokens)
-
-    started = time.perf_counter()
+    A refresh of the block learning rates counts as `cost` gradients.
+    """
+    begun, refresh, step = time.perf_counter(), 0.0, progress.step + 1
     try:
-        loss = _step(training, model, tokens, rates)
-        refreshing = time.perf_counter()
-        if block_lr is not None and math.isfinite(loss):
-            block_lr.step(loss_of_batch)
-            progress.curvature_seconds += time.perf_counter() - refreshing if calls else 0.0
-        training.optimizer.zero_grad()
+        loss = token_loss(training.model, *batch)
+        loss.backward()
+        training.clip(CLIP)
+        value = loss.item()
+        if math.isfinite(value):
+            refresh = training.step([batch])
     except (FloatingPointError, torch.linalg.LinAlgError, RuntimeError) as error:
         if not _is_divergence(error):
             raise
         return f"step {step}: {str(error).splitlines()[0][:200]}"
     progress.step = step
-    progress.seconds += time.perf_counter() - started
-    progress.gradient_evaluations += 1 + (cost if calls else 0)
-    if not math.isfinite(loss):
-        return f"step {step}: the loss is {loss}"
-    progress.write({"step": step, "loss": float(f"{loss:.6g}")})
-    if block_lr is not None:
-        for refresh in block_lr.history[progress.refreshes :]:
-            progress.write(
-                {
-                    "step": refresh.step,
-                    "scales": {str(group): float(f"{s:.5g}") for group, s in refresh.scale.items()},
-                }
-            )
-        progress.refreshes = len(block_lr.history)
+    progress.seconds += time.perf_counter() - begun
+    progress.curvature_seconds += refresh
+    progress.gradient_evaluations += 1 + (cost if refresh else 0)
+    if not math.isfinite(value):
+        return f"step {step}: the loss is {value}"
+    progress.write({"step": step, "loss": float(f"{value:.6g}")})
+    history = [] if training.block_lr is None else training.block_lr.history
+    for found in history[progress.refreshes :]:
+        scales = {str(group): float(f"{scale:.5g}") for group, scale in found.scale.items()}
+        progress.write({"step": found.step, "scales": scales})
+    progress.refreshes = len(history)
     return None
 
 
-def _state(model: nn.Module, training: Training, progress: _Progress, code: str) -> dict[str, Any]:
-    return {
-        "code": code,
-        "model": model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "block_lr": None if training.block_lr is None else training.block_lr.state_dict(),
-        "progress": asdict(progress),
-    }
-
-
-def _resume(checkpoints: Checkpoints, model: nn.Module, training: Training, code: str) -> _Progress:
-    """Go on from the last checkpoint, or from the start if there is none that is whole and of the same code."""
+def _resume(checkpoints: Checkpoints, training: Training, code: str) -> _Progress:
+    """Load the last checkpoint, if there is one that is intact and of the same code."""
     with suppress(CheckpointError):
         found = checkpoints.load_latest()
         if found is not None and found[1]["code"] == code:
-            state = found[1]
-            model.load_state_dict(state["model"])
-            training.optimizer.load_state_dict(state["optimizer"])
-            if training.block_lr is not None:
-                training.block_lr.load_state_dict(state["block_lr"])
-            return _Progress(**state["progress"])
+            training.load_state_dict(found[1])
+            return _Progress(**found[1]["progress"])
     return _Progress()
 
 
-def _step(
-    training: Training, model: nn.Module, tokens: tuple[Tensor, Tensor], rates: list[float]
-) -> float:
-    """One optimizer step; returns the loss before it."""
-    for group, rate in zip(training.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    loss = model(*tokens)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    if math.isfinite(value := loss.item()):
-        training.optimizer.step()
-    return value
-
-
 def _is_divergence(error: BaseException | None) -> bool:
-    """Whether the numbers gave out, which is a result; anything else is an error of the program."""
+    """Whether numbers became too large, which is a result; anything else is a bug."""
     while error is not None:
         if isinstance(error, (FloatingPointError, torch.linalg.LinAlgError)):
             return True
@@ -200,34 +153,25 @@ def _is_divergence(error: BaseException | None) -> bool:
     return False
 
 
-def _to(tokens: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:
-    inputs, targets = tokens
+def _to(batch: Batch, device: str) -> Batch:
+    inputs, targets = batch
     return inputs.to(device), targets.to(device)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, data: TokenData, config: RunConfig) -> float:
-    """Mean loss on held-out windows, the same for all tuning runs, and others for all test runs."""
-    model.eval()
-    batches = data.batches(
-        "validation", batch_size=config.batch_size, context=config.model.context, seed=0
-    )
+def evaluate(training: Training, data: TokenData, config: RunConfig) -> float:
+    """Return the mean loss on held-out windows: some for all tuning runs, others for test runs."""
+    sizes = {"batch_size": config.batch_size, "context": config.model.context}
+    batches = data.batches("validation", seed=0, **sizes)
     number = max(1, min(config.evaluation, batches.steps_per_epoch // 2))
     first = number if config.purpose == "tuning" and batches.steps_per_epoch > 1 else 0
-    return (
-        math.fsum(
-            model(*_to(batches[first + index], config.device)).item() for index in range(number)
-        )
-        / number
-    )
+    chosen = (_to(batches[first + index], config.device) for index in range(number))
+    return math.fsum(loss.item() for loss in training.losses(chosen)) / number
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in an optimizer's state."""
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in _tensors(list(optimizer.state.values()))
-    )
+    """Return the bytes of all tensors in an optimizer's state."""
+    tensors = _tensors(list(optimizer.state.values()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -242,17 +186,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=2)
 def token_data(config: DataConfig) -> TokenData:
-    """The tokens, once a process.
+    """Return the tokens, loaded once per process.
 
     Raises:
-        ValueError: If they are not those that the configuration was made for.
+        UsageError: If they are not those that the configuration was made for.
     """
-    cache = None if config.cache is None else Path(config.cache)
     data = load_data(
-        config.source, vocab_size=config.vocab_size, tokenizer=config.tokenizer, cache=cache
+        config.source,
+        vocab_size=config.vocab_size,
+        tokenizer=config.tokenizer,
+        cache=None if config.cache is None else Path(config.cache),
     )
     if config.key not in ("", data.key):
-        raise ValueError(
-            f"The data {config.source!r} have changed: their key is {data.key}, and the runs are for {config.key}."
+        raise UsageError(
+            f"The data {config.source!r} have changed: their key is {data.key}, and the runs are "
+            f"for {config.key}."
         )
     return data

@@ -1,4 +1,4 @@
-"""Digit addition as next-token prediction, the data of the ICLR 2025 paper's experiments (its Appendix F).
+"""Digit addition as next-token prediction, the data of the ICLR 2025 paper (Appendix F).
 
 The format is that of Quirke and Barez, "Understanding Addition in Transformers" (ICLR 2024): two
 numbers of n digits, and a sum of n + 1 digits with leading zeros,
@@ -28,11 +28,11 @@ def addition(
     answers_only: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Random sums: inputs and targets, (number, 3 digits + 2) each.
+    """Return inputs and targets of random sums, (number, 3 digits + 2) each.
 
     Args:
-        number: How many.
-        digits: Of each summand.
+        number: How many sums.
+        digits: Digits of each summand.
         answers_only: Whether targets other than digits of the sum are `IGNORED`.
         generator: Draws the digits; by default one with seed 0.
 
@@ -57,7 +57,7 @@ def addition(
 
 
 def decode(tokens: Tensor) -> str:
-    """A row of tokens as text.
+    """Return a row of tokens as text.
 
     Example:
         >>> decode(torch.tensor([1, 10, 2, 11, 0, 3]))

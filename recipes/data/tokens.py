@@ -1,4 +1,4 @@
-"""Text to token ids: byte-level BPE, a tokenizer of your own, or plain bytes; written once, then mapped from a cache.
+"""Text to token ids: byte-level BPE, a tokenizer of your own, or bytes; kept in a cache.
 
 A cache folder holds `train.bin`, `validation.bin` (ids, one after another), `tokenizer.json` if
 there is one, and `meta.json` with the size and checksum of each. It is written under another name
@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recipes.common.errors import DiskError, MissingFileError, OfflineError, UsageError
 from recipes.common.files import sha256, whole_folder
 from recipes.data.sources import END_OF_TEXT, Document, Source, quiet_hub
 
@@ -38,12 +39,8 @@ def say(message: str) -> None:
     Console(stderr=True, highlight=False).print(message, soft_wrap=True, markup=False)
 
 
-# --- tokenizers
-# --------------------------------------------------------------------------------------------------------------
-
-
 def open_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer from a `tokenizer.json` file, a folder that has one, or a model of the hub by name."""
+    """Open a `tokenizer.json` file, a folder that has one, or that of a model of the hub."""
     from tokenizers import Tokenizer
 
     path = Path(name).expanduser()
@@ -52,13 +49,12 @@ def open_tokenizer(name: str) -> Tokenizer:
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
-            raise ValueError(
+            raise UsageError(
                 f"{path} is no tokenizer of the `tokenizers` package: {error}"
             ) from error
+    must = "Must be a tokenizer.json file, a name on the hub, or 'bytes'."
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or path.exists():
-        raise FileNotFoundError(
-            f"No tokenizer {str(path)!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'."
-        )
+        raise MissingFileError(f"No tokenizer {str(path)!r}. {must}")
     huggingface_hub = quiet_hub()
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -66,29 +62,24 @@ def open_tokenizer(name: str) -> Tokenizer:
         RepositoryNotFoundError,
     )
 
+    download = huggingface_hub.hf_hub_download
     try:
-        return Tokenizer.from_file(
-            huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=True)
-        )
+        return Tokenizer.from_file(download(name, "tokenizer.json", local_files_only=True))
     except LocalEntryNotFoundError:
         pass  # not there yet
     except ValueError as error:
-        raise ValueError(
-            f"Invalid tokenizer={name!r}. Must be a tokenizer.json file, a name on the hub, or 'bytes'."
-        ) from error
+        raise UsageError(f"Invalid tokenizer={name!r}. {must}") from error
     try:
-        huggingface_hub.HfApi().model_info(
-            name, timeout=10
-        )  # fails at once without a network, a download only after retries
-        return Tokenizer.from_file(huggingface_hub.hf_hub_download(name, "tokenizer.json"))
+        # Fails at once without a network, where a download would try again and again.
+        huggingface_hub.HfApi().model_info(name, timeout=10)
+        return Tokenizer.from_file(download(name, "tokenizer.json"))
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
-        raise ValueError(
-            f"The hub has no tokenizer.json of {name!r}. Must be a file, a name on the hub, or 'bytes'."
-        ) from error
+        raise UsageError(f"The hub has no tokenizer.json of {name!r}. {must}") from error
     except Exception as error:  # of the network, whose classes depend on the hub's version
-        raise ConnectionError(
-            f"Cannot reach the Hugging Face hub for the tokenizer {name!r} ({type(error).__name__}). Give the path of its "
-            "tokenizer.json; for a fresh model, it may be left out: then one is trained on the data."
+        raise OfflineError(
+            f"Cannot reach the Hugging Face hub for the tokenizer {name!r} "
+            f"({type(error).__name__}). Give the path of its tokenizer.json; for a fresh model, "
+            "it may be left out: then one is trained on the data."
         ) from error
 
 
@@ -115,11 +106,10 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(enough(), trainer)
@@ -127,10 +117,10 @@ def train_tokenizer(
 
 
 class Encoder:
-    """Texts to arrays of ids, each with the end of a text after it.
+    """Turns texts into arrays of ids, each with an end of text after it.
 
     Args:
-        tokenizer: Or None for plain bytes.
+        tokenizer: A tokenizer, or None for plain bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -141,37 +131,30 @@ class Encoder:
             self.vocab_size = max(vocabulary.values()) + 1
             ends = [vocabulary[token] for token in ENDS if token in vocabulary]
             if not ends:
-                raise ValueError(
-                    f"The tokenizer has no token for the end of a text. Must have one of {', '.join(ENDS)}."
+                raise UsageError(
+                    "The tokenizer has no token for the end of a text. "
+                    f"Must have one of {', '.join(ENDS)}."
                 )
             self.end = ends[0]
             tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a text is text
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self.dtype = np.dtype(
-            np.uint8
-            if self.vocab_size <= 1 << 8
-            else np.uint16
-            if self.vocab_size <= 1 << 16
-            else np.int32
-        )
+        small = np.uint8 if self.vocab_size <= 1 << 8 else np.uint16
+        self.dtype = np.dtype(small if self.vocab_size <= 1 << 16 else np.int32)
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode; long texts in pieces, for memory's sake, cut after a line break."""
+        """Encode texts; long ones in pieces that end with a line break, to save memory."""
         pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
         if self.tokenizer is None:
             ids = [np.frombuffer(piece.encode(), np.uint8) for _, piece in pieces]
         else:
-            encoded = self.tokenizer.encode_batch_fast(
-                [piece for _, piece in pieces], add_special_tokens=False
-            )
+            parts = [piece for _, piece in pieces]
+            encoded = self.tokenizer.encode_batch_fast(parts, add_special_tokens=False)
             ids = [np.array(e.ids, self.dtype) for e in encoded]
-        last = [
-            i == len(pieces) - 1 or pieces[i + 1][0] != pieces[i][0] for i in range(len(pieces))
-        ]
+        following = [*(number for number, _ in pieces[1:]), None]
         return [
-            np.append(part, part.dtype.type(self.end)) if is_last else part
-            for part, is_last in zip(ids, last)
+            part if number == after else np.append(part, part.dtype.type(self.end))
+            for part, (number, _), after in zip(ids, pieces, following)
         ]
 
 
@@ -182,10 +165,6 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:stop]
         start = stop
     yield text[start:]
-
-
-# --- writing
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def write_tokens(
@@ -202,10 +181,10 @@ def write_tokens(
     Args:
         folder: Where to write.
         source: What to tokenize.
-        name: Of the source, for messages.
-        tokenizer: Or None for plain bytes, or for a BPE to be trained on the training part.
-        vocab_size: Of the BPE to be trained; None to train none.
-        max_tokens: To write of each part, at most.
+        name: The name of the source, for messages.
+        tokenizer: A tokenizer, or None for plain bytes or for a BPE to be trained.
+        vocab_size: Size of the BPE to train on the training part; None to train none.
+        max_tokens: The most tokens to write of each part.
 
     Returns:
         What there is to remember: the size of the vocabulary and the dtype of the files.
@@ -215,15 +194,9 @@ def write_tokens(
     if source.note:
         say(f"{name}: {source.note}")
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    where = {"console": console, "transient": True, "disable": not console.is_terminal}
+    with Progress(*columns, TimeRemainingColumn(), **where) as progress:
 
         def watched(what: str, total: int | None) -> Iterator[Document]:
             task = progress.add_task(f"{name}: {what}", total=total)
@@ -233,11 +206,8 @@ def write_tokens(
             progress.update(task, completed=total)
 
         if vocab_size is not None:
-            learned = (
-                document.text
-                for document in watched("training the tokenizer", source.size)
-                if not document.validation
-            )
+            documents = watched("training the tokenizer", source.size)
+            learned = (document.text for document in documents if not document.validation)
             limit = min(TRAINING_CHARACTERS, 8 * max_tokens if max_tokens else TRAINING_CHARACTERS)
             tokenizer = train_tokenizer(learned, vocab_size, limit)
         encoder = Encoder(tokenizer)
@@ -265,35 +235,26 @@ def write_tokens(
                 if waiting_size >= PIECE:
                     flush()
                     waiting_size = 0
-                    if (
-                        written[0] >= limit and written[1]
-                    ):  # a held-out document comes soon, see `split`
+                    if written[0] >= limit and written[1]:  # `split` holds out something early
                         break
             flush()
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        chosen or "false"
-    )  # unset, the package complains in processes forked later
+    # If it is unset, the package complains in processes that are forked later.
+    os.environ["TOKENIZERS_PARALLELISM"] = chosen or "false"
     if not all(written):
-        raise ValueError(
-            f"Too little text in {name!r}: {written[0]:,} tokens to train on, {written[1]:,} held out."
-        )
+        found = f"{written[0]:,} tokens to train on, {written[1]:,} held out"
+        raise UsageError(f"Too little text in {name!r}: {found}.")
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if vocab_size is not None and encoder.vocab_size < vocab_size:
-        say(
-            f"{name}: the text has words for a vocabulary of {encoder.vocab_size} only, not of {vocab_size}"
-        )
+        found = f"a vocabulary of {encoder.vocab_size} only, not of {vocab_size}"
+        say(f"{name}: the text has words for {found}")
     return {"vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
 
 
-# --- the cache
-# ---------------------------------------------------------------------------------------------------------------
-
-
 def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `build(folder)` returned when the folder was written; written now if it is not there or damaged.
+    """Return what `build(folder)` returned; call it now if the folder is not there or damaged.
 
-    Two processes may call this at once: one builds, the other waits and reads.
+    Several processes may call this at once: one builds, the others wait and read.
     """
     from filelock import FileLock, Timeout
 
@@ -309,7 +270,7 @@ def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
             say(f"another process is writing {folder}: waiting for it")
             lock.acquire()
     except OSError as error:
-        raise OSError(error.errno, f"{_not_writable(folder)}: {error.strerror}") from error
+        raise DiskError(f"{_not_writable(folder)}: {error.strerror}") from error
     try:
         record, damage = read_record(folder)
         if record is not None:
@@ -337,16 +298,17 @@ def _write(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
             raise
         free = shutil.disk_usage(folder.parent).free / 1e6
         problem = f"The disk is full ({error.strerror}; {free:.1f} MB free)"
-        raise OSError(error.errno, f"{problem}. {_not_writable(folder)}") from error
+        raise DiskError(f"{problem}. {_not_writable(folder)}") from error
     return record
 
 
 def _not_writable(folder: Path) -> str:
-    return f"Cannot write tokens to {folder.parent}. Choose another cache folder (--cache, or the variable BLOCKOPT_CACHE)"
+    other = "Choose another cache folder (--cache, or the variable BLOCKOPT_CACHE)"
+    return f"Cannot write tokens to {folder.parent}. {other}"
 
 
 def read_record(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """The record of a complete and undamaged folder, or None and what is wrong with it ("" if there is no such folder)."""
+    """Return the record of an intact folder; or None and what is wrong, "" if there is none."""
     if not folder.exists():
         return None, ""
     path = folder / "meta.json"

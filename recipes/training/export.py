@@ -1,4 +1,4 @@
-"""The trained model for others to load: `model/`, as `from_pretrained` of transformers takes it, with its tokenizer."""
+"""The trained model for others: `model/`, which `from_pretrained` loads, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -15,46 +14,39 @@ from torch import Tensor, nn
 from recipes.common.checkpoints import CheckpointError
 from recipes.common.files import whole_folder
 from recipes.common.gpt2 import GPT2, to_huggingface
+from recipes.common.training import Training, averaged_weights
 from recipes.training.processes import together
-from recipes.training.training_state import averaged_weights, whole_weights
+from recipes.training.training_state import whole_weights
 
 
 def export_model(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, tokenizer: Path | None, folder: Path
+    accelerator: Accelerator, training: Training, tokenizer: Path | None, folder: Path
 ) -> None:
-    """Write the weights that are evaluated: sharded ones gathered on rank 0, schedulefree's averaged. All ranks must call it.
+    """Write the weights as they are evaluated: gathered, and averaged by schedulefree.
+
+    All ranks must call it.
 
     Args:
-        accelerator: That prepared the model.
-        model: Our GPT-2, or one of transformers, under any wrapper.
-        optimizer: That trained it.
-        tokenizer: Its file, if there is one.
-        folder: What is in it is replaced.
+        accelerator: The one that prepared the model.
+        training: Our GPT-2, or a model of transformers, under any wrapper, and its optimizer.
+        tokenizer: The tokenizer's file, if there is one.
+        folder: Where to write; what is there is replaced.
 
     Raises:
-        CheckpointError: If it could not be written.
+        CheckpointError: If it cannot be written.
     """
-    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    plain, config = training.plain, getattr(training.plain, "config", None)
     if importlib.util.find_spec("transformers") is None:
+        accelerator.print(f"Without transformers {folder} is not written: see the checkpoints.")
+        return
+    if isinstance(plain, GPT2) and (config.norm, config.attention) != ("pre", "softmax"):
         accelerator.print(
-            f"The weights are in the checkpoints only: {folder} is written where transformers is installed."
+            f"transformers has no such GPT-2: the weights are in the checkpoints, not in {folder}."
         )
         return
-    if isinstance(plain, GPT2) and (plain.config.norm, plain.config.attention) != (
-        "pre",
-        "softmax",
-    ):
-        accelerator.print(
-            f"transformers has no such GPT-2: the weights are in the checkpoints only, not in {folder}."
-        )
-        return
-    with averaged_weights(optimizer):
-        weights = whole_weights(accelerator, model)
-        together(
-            lambda: (
-                _write(plain, weights, tokenizer, folder) if accelerator.is_main_process else None
-            )
-        )
+    with averaged_weights(training.optimizer):
+        weights = whole_weights(accelerator, training)
+        together(lambda: accelerator.is_main_process and _write(plain, weights, tokenizer, folder))
     accelerator.print(f"The model is in {folder}.")
 
 
@@ -77,5 +69,6 @@ def _write(
                 shutil.copy(tokenizer, part / "tokenizer.json")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The model could not be written to {folder}: {error}. The checkpoints are as they were: make room, and --resume."
+            f"The model could not be written to {folder}: {error}. "
+            "The checkpoints are as they were: make room, and --resume."
         ) from error

@@ -1,11 +1,13 @@
-"""The processes of a run: what `accelerate launch` and the flags make of them, and that they go on or end alike."""
+"""The processes of a run: what flags and `accelerate launch` make of them; they end alike."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -13,43 +15,22 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.utils import broadcast_object_list, gather_object
 
 from blockopt.curvature import ESTIMATORS
-from recipes.common.checkpoints import CheckpointError, RunIsLockedError
+from recipes.common.errors import UsageError, UserError
 
 Result = TypeVar("Result")
-EXPECTED = (
-    CheckpointError,
-    RunIsLockedError,
-    FloatingPointError,
-    ValueError,
-    OSError,
-    ImportError,
-)  # said without a traceback
-# What cannot step on shards, or (schedulefree) not be saved: found by trying all of them under
-# FSDP2.
-WHOLE_OPTIMIZERS = ("soap", "sophia", "schedulefree")
-WHOLE_OPTIMIZERS += tuple(
-    f"torch_optimizer:{name}"
-    for name in [
-        "A2GradExp",
-        "A2GradInc",
-        "A2GradUni",
-        "Adafactor",
-        "AdamP",
-        "MADGRAD",
-        "NovoGrad",
-        "SGDP",
-        "SWATS",
-        "Shampoo",
-    ]
-)
+# What cannot step on shards or, like schedulefree, cannot be saved: found by trying all of them.
+WHOLE_OPTIMIZERS = {"soap", "sophia", "schedulefree"}
+WHOLE_OPTIMIZERS |= {f"torch_optimizer:A2Grad{kind}" for kind in ("Exp", "Inc", "Uni")}
+WHOLE_OPTIMIZERS |= {f"torch_optimizer:{name}" for name in ("Adafactor", "AdamP", "MADGRAD")}
+WHOLE_OPTIMIZERS |= {f"torch_optimizer:{name}" for name in ("NovoGrad", "SGDP", "SWATS", "Shampoo")}
 
 
-class OtherRankError(RuntimeError):
-    """What another rank has run into, and says."""
+class OtherRankError(UserError):
+    """Another rank has failed; the message is that rank's."""
 
 
 def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
-    """Devices, precision and processes, as the flags and `accelerate launch` say."""
+    """Set up devices, precision and processes, as the flags and `accelerate launch` say."""
     cpu = arguments.cpu or not torch.accelerator.is_available()
     accelerator = Accelerator(
         cpu=cpu,
@@ -59,13 +40,9 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
         log_with=arguments.track,
         project_dir=arguments.output,
     )
-    if (
-        cpu
-        and accelerator.num_processes > 1
-        and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    ):
-        # accelerate shards on GPUs only, for no reason that lies in FSDP2: told that it may, it
-        # does the same on CPUs.
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if cpu and sharded and accelerator.num_processes > 1:
+        # accelerate shards on GPUs only, though FSDP2 works on CPUs as well once it is told so.
         for state in (PartialState(), accelerator.state):
             state.distributed_type = DistributedType.FSDP
         plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -75,57 +52,85 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
 
 
 def check_accelerator(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
-    """Look at what accelerate made of the flags.
+    """Check that accelerate does what the flags ask for, and that they allow sharding.
 
     Raises:
-        ValueError: If that is not what they ask for, or sharding does not go with them.
+        UsageError: If not.
     """
-    made = (accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
-    if made != (arguments.precision, arguments.accumulate):
-        asked = f"--precision {arguments.precision} --accumulate {arguments.accumulate}"
-        raise ValueError(
-            f"accelerate is configured for precision {made[0]} and {made[1]} micro-batches, not for {asked}."
+    precision, accumulate = accelerator.mixed_precision, accelerator.gradient_accumulation_steps
+    if (precision, accumulate) != (arguments.precision, arguments.accumulate):
+        raise UsageError(
+            f"accelerate is configured for precision {precision} and {accumulate} micro-batches, "
+            f"not for --precision {arguments.precision} --accumulate {arguments.accumulate}."
         )
+    if not accelerator.is_fsdp2:
+        return
     estimator = ESTIMATORS.get(arguments.curvature)
-    if accelerator.is_fsdp2 and estimator is not None and not estimator.works_sharded:
-        raise ValueError(
-            f"--curvature {arguments.curvature} needs whole weights. Take newton or gauss_newton under FSDP2."
+    if estimator is not None and not estimator.works_sharded:
+        raise UsageError(
+            f"--curvature {arguments.curvature} needs whole weights. "
+            "Take newton or gauss_newton under FSDP2."
         )
-    if accelerator.is_fsdp2 and arguments.optimizer in WHOLE_OPTIMIZERS:
-        raise ValueError(
-            f"--optimizer {arguments.optimizer} needs whole weights. Train with DDP, or take another under FSDP2."
+    if arguments.optimizer in WHOLE_OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {arguments.optimizer} needs whole weights. "
+            "Train with DDP, or take another under FSDP2."
         )
 
 
 def together(task: Callable[[], Result]) -> Result:
-    """Do something on all ranks, without a word between them until all are done; where one fails, all do.
+    """Do something on all ranks, which do not talk to each other meanwhile; if one fails, all do.
 
-    The first rank that fails raises its error, the others an `OtherRankError` with the same words.
+    A rank that fails raises its own error, the others an `OtherRankError` with the same words.
     """
     error: Exception | None = None
     try:
         result = task()
-    except EXPECTED as caught:
+    except Exception as caught:
         error = caught
     told = gather_object([None if error is None else str(error)])
     failed = [rank for rank, message in enumerate(told) if message is not None]
     if not failed:
         return result
-    if error is not None and failed[0] == PartialState().process_index:
+    first = failed[0] == PartialState().process_index
+    if error is not None and (first or not isinstance(error, UserError)):
         raise error
     raise OtherRankError(told[failed[0]])
 
 
 def by_rank_0(task: Callable[[], Result]) -> Result:
-    """Do something on rank 0 alone, and have its result, which must be plain data, on all ranks; where it fails, all do."""
+    """Do something on rank 0 and return its result, plain data, on all ranks; or fail on all."""
     result = together(lambda: task() if PartialState().is_main_process else None)
     (result,) = broadcast_object_list([result])
     return result  # type: ignore[return-value]
 
 
-def leave(accelerator: Accelerator, code: int) -> None:
-    """End several processes on CPUs at once: a thread of gloo that outlives the statics of C++ can abort what is done."""
+@contextmanager
+def ended_alike(accelerator: Accelerator, after_interrupt: Callable[[], str]) -> Iterator[None]:
+    """End all ranks with one exit code, and say once, without a traceback, what the user can mend.
+
+    Args:
+        accelerator: Knows the ranks.
+        after_interrupt: What to say after Ctrl-C.
+    """
+    code = 0
+    try:
+        yield
+        accelerator.end_training()
+    except KeyboardInterrupt:
+        code = 130
+        if accelerator.is_main_process:
+            print(after_interrupt(), file=sys.stderr, flush=True)
+    except OtherRankError:
+        code = 2
+        time.sleep(3)  # the launcher ends all ranks with the first: let the other one speak
+    except UserError as error:
+        code = 2
+        print(f"error: {error}", file=sys.stderr, flush=True)
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        # A thread of gloo that outlives the statics of C++ can abort what is done.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if code:
+        raise SystemExit(code)

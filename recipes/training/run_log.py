@@ -1,13 +1,15 @@
-"""The log of a run: one JSON object a line, each step once, also when the run was killed and resumed.
+"""The log of a run: one JSON object per line, each step once, even after a kill and a resumption.
 
-{"kind": "config", "arguments": {"optimizer": "block-adamw", …, "data_key": "1c9f…"}, "seeds": {…},
- "processes": 1, "parameters": 462816, "tokens": 3510044, "command": […], "started":
- "2026-01-31T12:00:00", "git": "6917c69", "versions": {…}}
-{"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3, "tokens_per_second":
-21000.0, "seconds": 0.1} {"kind": "evaluation", "step": 100, "loss": 4.2} {"kind": "scales", "step":
-101, "scales": {"query": 1.7, …}} {"kind": "resumed", "step": 200, "command": […], "started": …,
-"git": …, "versions": {…}} {"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan
-…"} {"kind": "end", "step": 1000, "loss": 3.1}
+{"kind": "config", "arguments": {"optimizer": "block-adamw", …, "data_key": "1c9f…"},
+ "seeds": {…}, "processes": 1, "parameters": 462816, "tokens": 3510044, "command": […],
+ "started": "2026-01-31T12:00:00", "git": "6917c69", "versions": {…}}
+{"kind": "step", "step": 1, "loss": 6.9315, "lr": 0.0001, "gradient_norm": 1.3,
+ "tokens_per_second": 21000.0, "seconds": 0.1}
+{"kind": "evaluation", "step": 100, "loss": 4.2}
+{"kind": "scales", "step": 101, "scales": {"query": 1.7, …}}
+{"kind": "resumed", "step": 200, "command": […], "started": …, "git": …, "versions": {…}}
+{"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan …"}
+{"kind": "end", "step": 1000, "loss": 3.1}
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.common.errors import DiskError
 from recipes.common.files import write_whole
 from recipes.common.provenance import git_commit, versions
 
@@ -31,28 +34,24 @@ class RunLog:
     """A JSONL file that is written line by line, as a context manager.
 
     Args:
-        path: The file; it is made if need be, and added to. None writes nothing, on all ranks but
-            the first.
-        after: Leave out what an earlier part of the run wrote beyond this step, which will be done
-            again.
+        path: The file, which is created or continued; None writes nothing, for ranks other than 0.
+        after: The step to continue after: later lines are dropped, as their steps are done again.
     """
 
-    def __init__(self, path: Path | None, after: int | None = None) -> None:
+    def __init__(self, path: Path | None, after: int = 0) -> None:
         self._path, self._file = path, None
         if path is None:
             return
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
-            if after is not None and path.exists():
+            if path.exists():
                 lines = read_log(path) if after > 0 else []
-                kept = [
-                    line for line in lines if line.get("step", 0) <= after and line["kind"] != "end"
-                ]
+                kept = [e for e in lines if e.get("step", 0) <= after and e["kind"] != "end"]
                 write_whole(path, b"".join(map(_encoded, kept)))
             self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Add a line; what a process has written stays when it is killed."""
+        """Add a line, which stays when the process is killed."""
         if self._file is not None:
             line = _encoded({"kind": kind, **values})
             with self._explained():
@@ -60,7 +59,7 @@ class RunLog:
                     line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Force it to disk: before a checkpoint, so that no log is ever behind its checkpoint."""
+        """Force the log to disk before a checkpoint, so that it is never behind one."""
         if self._file is not None:
             with self._explained():
                 os.fsync(self._file.fileno())
@@ -70,9 +69,9 @@ class RunLog:
         try:
             yield
         except OSError as error:
-            what = f"The log {self._path} could not be written ({error.strerror or error})"
-            raise OSError(
-                error.errno, f"{what}. Checkpoints are as they were: make room, and --resume."
+            raise DiskError(
+                f"The log {self._path} could not be written ({error.strerror or error}). "
+                "Checkpoints are as they were: make room, and --resume."
             ) from error
 
     def __enter__(self) -> RunLog:
@@ -88,7 +87,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; one that a kill cut off at the end is left out."""
+    """Return the lines of a log, without a last one that a kill has cut off."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -99,12 +98,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(path: Path) -> dict[int, float]:
-    """The training loss of each step."""
+    """Return the training loss of each step."""
     return {line["step"]: line["loss"] for line in read_log(path) if line["kind"] == "step"}
 
 
 def describe_run() -> dict[str, Any]:
-    """Command, time, code and versions of this run."""
+    """Return command, time, code and versions of this run."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

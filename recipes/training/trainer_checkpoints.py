@@ -1,9 +1,9 @@
-"""Checkpoints of the Trainer of transformers that can be gone on from: whole, of the same run, and of nobody else's.
+"""Checkpoints of transformers' Trainer that a run can continue from: intact, and its own.
 
-    checkpoint-200/SHA256SUMS     of its files, for us and for `sha256sum -c`; written last, so where it is, all is
-    settings.json                 what decides the outcome of the run, to compare with when it is resumed
+    checkpoint-200/SHA256SUMS   checksums of its files, for us and for `sha256sum -c`, written last
+    settings.json               what decides the outcome of the run, to compare when it is resumed
 
-The Trainer itself takes the newest folder, whatever is in it, and any settings.
+The Trainer alone takes the newest folder, whatever is in it, with any settings.
 """
 
 from __future__ import annotations
@@ -33,22 +33,16 @@ class Checksums(TrainerCallback):  # type: ignore[misc]
         PartialState().wait_for_everyone()  # each has written its part
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            files = sorted(
-                path for path in folder.rglob("*") if path.is_file() and path.name != SUMS
-            )
-            write_whole(
-                folder / SUMS,
-                "".join(
-                    f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files
-                ),
-            )
+            files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SUMS)
+            sums = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+            write_whole(folder / SUMS, "".join(sums))
 
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Look for what an earlier run has left.
 
     Raises:
-        CheckpointError: If there is a run and `resume` is not asked for.
+        CheckpointError: If there is a run and `resume` is not set.
     """
     if not resume and (checkpoints(folder) or (folder / "model").exists()):
         raise CheckpointError(
@@ -57,14 +51,14 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 
 def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The checkpoint to go on from, or None to start; then the settings are written down.
+    """Return the checkpoint to continue from; or None to start, after writing the settings down.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
         settings: What decides its outcome, as plain data, with the `data_key`.
 
     Raises:
-        CheckpointError: If no checkpoint is whole, or they are of a run with other settings.
+        CheckpointError: If no checkpoint is intact, or they are of a run with other settings.
     """
 
     def decide() -> str | None:
@@ -78,15 +72,13 @@ def start_or_go_on(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those of a run, from old to new."""
-    found = [
-        path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)
-    ]
+    """Return the checkpoints of a run, from old to new."""
+    found = [p for p in folder.glob("*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Those that the run in the folder was started with.
+    """Return the settings that the run in the folder was started with.
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -100,10 +92,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def last_whole(folder: Path) -> Path:
-    """The newest checkpoint that is whole; others are passed over with a warning.
+    """Return the newest intact checkpoint; broken ones are passed over with a warning.
 
     Raises:
-        CheckpointError: If none is.
+        CheckpointError: If all are broken.
     """
     found = checkpoints(folder)
     for path in reversed(found):
@@ -117,7 +109,7 @@ def last_whole(folder: Path) -> Path:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is."""
+    """Return what is wrong with a checkpoint, or None."""
     try:
         lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
         for expected, _, name in (line.partition("  ") for line in lines):

@@ -1,22 +1,20 @@
-"""What a checkpoint of a training run holds: weights, moments, block scales, random numbers. The data's position is the step.
+"""The state of a run on several processes: what a checkpoint holds, and how it is loaded.
 
 A whole model, on one process or replicated by DDP, is saved as its own `state_dict` and the
-optimizer's; one that FSDP2 shards is gathered on rank 0, by parameter name. Either can go on with
-another number of processes.
+optimizer's. One that FSDP2 shards is gathered on rank 0, by parameter name. Either can continue on
+another number of processes. The position in the data is the number of the step.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,83 +23,70 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from blockopt import BlockLR
+from blockopt.block_lr.optimizer_hooks import unwrapped
 from blockopt.distributed import reshard
-from recipes.common.optimizers import unwrapped
+from recipes.common.errors import UsageError
+from recipes.common.training import Training
+
+GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def training_state(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, block_lr: BlockLR | None
-) -> dict[str, Any]:
-    """All that a run needs to go on as if it had never stopped. All ranks must call it; rank 0 gets the whole."""
-    if accelerator.is_fsdp2:
-        reshard(model)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        moments = get_optimizer_state_dict(model, unwrapped(optimizer), options=options)
-    else:
-        moments = unwrapped(optimizer).state_dict()
-    return {
-        "model": whole_weights(accelerator, model),
-        "optimizer": moments,
-        "sharded": accelerator.is_fsdp2,
+def training_state(accelerator: Accelerator, training: Training) -> dict[str, Any]:
+    """Return all that a run needs to continue. All ranks must call it; rank 0 gets the whole."""
+    state = {"sharded": accelerator.is_fsdp2, "random": gather_object([random_state()])}
+    if not accelerator.is_fsdp2:
+        return state | training.state_dict()
+    optimizer, block_lr = unwrapped(training.optimizer), training.block_lr
+    return state | {
+        "model": whole_weights(accelerator, training),
+        "optimizer": get_optimizer_state_dict(training.model, optimizer, options=GATHERED),
         "block_lr": None if block_lr is None else block_lr.state_dict(),
-        "random": gather_object([random_state()]),
     }
 
 
-def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
-    """The weights by name. All ranks must call it; under FSDP2 only rank 0 gets them."""
-    if accelerator.is_fsdp2:
-        reshard(model)
-        return get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-    return dict(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict())
-
-
-@contextmanager
-def averaged_weights(optimizer: Any) -> Iterator[None]:
-    """With an optimizer of schedulefree, put the average of the weights in their place for a while."""
-    inner = unwrapped(optimizer)
-    switches = callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None))
-    if switches:
-        inner.eval()
-    try:
-        yield
-    finally:
-        if switches:
-            inner.train()
+def whole_weights(accelerator: Accelerator, training: Training) -> dict[str, Any]:
+    """Return the weights by name. All ranks must call it; under FSDP2 only rank 0 gets them."""
+    if not accelerator.is_fsdp2:
+        return dict(training.plain.state_dict())
+    reshard(training.model)
+    return get_model_state_dict(training.model, options=GATHERED)
 
 
 def load_training_state(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Mapping[str, Any]
+    accelerator: Accelerator, training: Training, state: Mapping[str, Any], seed: int
 ) -> None:
-    """Go on from a state, except for `block_lr`, which is attached after this, and `random`, which comes last.
+    """Continue from a state, as if the run had never stopped.
+
+    A rank that the saved run did not have draws random numbers from `seed` and its number.
 
     Raises:
-        ValueError: If it was saved with FSDP2 and this run is without, or the other way round.
+        UsageError: If the state was saved with FSDP2 and this run is without, or vice versa.
     """
-    if state["sharded"] != accelerator.is_fsdp2:
-        was, now = (
-            ("FSDP2" if sharded else "whole weights")
-            for sharded in (state["sharded"], accelerator.is_fsdp2)
+    sharded, rank = accelerator.is_fsdp2, accelerator.process_index
+    if state["sharded"] != sharded:
+        was, now = "FSDP2", "whole weights"
+        was, now = (now, was) if sharded else (was, now)
+        raise UsageError(
+            f"The checkpoint is of a run with {was}, and this one has {now}. "
+            "Resume it as it was started."
         )
-        raise ValueError(
-            f"The checkpoint is of a run with {was}, and this one has {now}. Resume it as it was started."
-        )
-    if accelerator.is_fsdp2:
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, dict(state["model"]), options=options)
-        set_optimizer_state_dict(
-            model, unwrapped(optimizer), dict(state["optimizer"]), options=options
-        )
+    if sharded:
+        optimizer, options = unwrapped(training.optimizer), StateDictOptions(full_state_dict=True)
+        set_model_state_dict(training.model, dict(state["model"]), options=options)
+        moments = dict(state["optimizer"])
+        set_optimizer_state_dict(training.model, optimizer, moments, options=options)
+        if training.block_lr is not None:
+            training.block_lr.load_state_dict(state["block_lr"])
     else:
-        accelerator.unwrap_model(model, keep_torch_compile=False).load_state_dict(state["model"])
-        unwrapped(optimizer).load_state_dict(state["optimizer"])
+        training.load_state_dict(state)
+    if rank < len(state["random"]):
+        load_random_state(state["random"][rank])
+    else:
+        torch.manual_seed(seed + rank)
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all random numbers of this process, as `torch.load(weights_only=True)` takes it."""
+    """Return the state of all random numbers of this process, as plain data and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -111,12 +96,8 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def load_random_state(states: list[dict[str, Any]], rank: int, seed: int) -> None:
-    """Draw the numbers that this rank would have drawn; a rank that the saved run did not have starts from its seed."""
-    if rank >= len(states):
-        torch.manual_seed(seed + rank)
-        return
-    state = states[rank]
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Draw the numbers that would have come after `random_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

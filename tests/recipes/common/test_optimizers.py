@@ -271,5 +271,5 @@ def test_an_optimizer_without_learning_rate_says_so():
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="weight_decay=-1"):
         build_optimizer("adamw", tiny_gpt(), 1e-2, weight_decay=-1)
-    with pytest.raises(ValueError, match="matrices inside of layers"):
+    with pytest.raises(ValueError, match="matrices in layers"):
         build_optimizer("muon", torch.nn.Embedding(3, 4), 1e-2)

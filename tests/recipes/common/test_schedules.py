@@ -79,7 +79,7 @@ def test_a_schedule_has_no_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "step"}, "Invalid schedule 'step'"),
+        ({"name": "step"}, "Invalid schedule='step'"),
         ({"warmup": 10}, "warmup=10 of 10"),
         ({"warmup": -1}, "warmup=-1"),
         ({"step": -1}, "step=-1"),

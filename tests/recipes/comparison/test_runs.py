@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipes.common.gpt2 import GPT2Config
+from recipes.common.training import Training
 from recipes.comparison import run_loop, runs
 from recipes.comparison.arms import ARMS
 from recipes.comparison.run_config import DataConfig, RunConfig
@@ -123,16 +124,14 @@ def test_the_key_depends_on_all_but_the_cache(data):
 def test_tuning_and_test_are_evaluated_on_different_text(data):
     seen = {"tuning": set(), "test": set()}
 
-    class Model:
-        def eval(self):
-            pass
-
-        def __call__(self, tokens, targets):
+    class Model(torch.nn.Module):
+        def forward(self, tokens):
             seen[purpose].update(map(tuple, tokens.tolist()))
-            return torch.tensor(1.0)
+            return torch.zeros(*tokens.shape, 256)
 
+    training = Training(Model(), torch.optim.SGD([torch.nn.Parameter(torch.ones(()))]), None)
     for purpose in seen:
-        run_loop.evaluate(Model(), token_data(data), replace(config_of(data), purpose=purpose))
+        run_loop.evaluate(training, token_data(data), replace(config_of(data), purpose=purpose))
     assert len(seen["tuning"]) == len(seen["test"]) == 8
     assert not seen["tuning"] & seen["test"]
 
@@ -141,8 +140,8 @@ def test_a_checkpoint_of_other_code_is_left_aside(data, tmp_path, monkeypatch):
     config = config_of(data, steps=4)
     monkeypatch.setattr(run_loop, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     run_loop.train(config, tmp_path, "old")
-    taken, step = [], run_loop._step
-    monkeypatch.setattr(run_loop, "_step", lambda *a: taken.append(1) or step(*a))
+    taken, step = [], Training.step
+    monkeypatch.setattr(Training, "step", lambda *a: taken.append(1) or step(*a))
     run_loop.train(config, tmp_path, "old")
     assert len(taken) == 0
     run_loop.train(config, tmp_path, "new")
@@ -166,7 +165,7 @@ def test_a_run_that_is_cut_off_goes_on_where_it_was(arm, data, tmp_path, monkeyp
     config = config_of(data, arm, steps=6)
     run_once(config, tmp_path / "whole", {})
     monkeypatch.setattr(run_loop, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
-    taken, step = [], run_loop._step
+    taken, step = [], Training.step
 
     def cut_off(*arguments):
         if len(taken) == 4:
@@ -174,7 +173,7 @@ def test_a_run_that_is_cut_off_goes_on_where_it_was(arm, data, tmp_path, monkeyp
         taken.append(1)
         return step(*arguments)
 
-    monkeypatch.setattr(run_loop, "_step", cut_off)
+    monkeypatch.setattr(Training, "step", cut_off)
     with pytest.raises(KeyboardInterrupt):
         run_once(config, tmp_path / "cut", {})
     taken[:] = [1, 1]  # two more steps are all that is left
@@ -219,9 +218,10 @@ def test_a_run_that_diverges_is_a_result(arm, lr, data, tmp_path):
 
 
 def test_an_error_of_the_program_is_not_taken_for_divergence(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        run_loop, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match"))
-    )
+    def broken(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Training, "step", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         run_once(config_of(data), tmp_path, {})
     assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import recipes.data.token_data
+from recipes.common.errors import one_line_errors
 from recipes.data.token_data import (
     add_data_arguments,
     default_cache,
@@ -478,6 +479,6 @@ def test_flags(cache, corpus, capsys):
     data = load_from_arguments(parser.parse_args([*flags, "--validation-fraction", "0.2"]))
     expected = load(corpus, cache, max_tokens=2000, validation_fraction=0.2)
     assert (data.key, len(data.train)) == (expected.key, 2000)
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
         load_from_arguments(parser.parse_args(["--data", "missing.txt"]))
     assert capsys.readouterr().err.startswith("error: No file or folder 'missing.txt'")

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from recipes import train
 from recipes.common.checkpoints import CheckpointError
+from recipes.common.training import token_loss
 from recipes.training.arguments import parse
-from recipes.training.models import token_loss
 from tests.helpers.training import flags, forget, read_log, run
 
 

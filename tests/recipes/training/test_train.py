@@ -19,8 +19,8 @@ from recipes.common.checkpoints import CheckpointError, Checkpoints, RunIsLocked
 from recipes.common.gpt2 import GPT2, GPT2Config, to_huggingface
 from recipes.common.optimizers import build_optimizer
 from recipes.common.schedules import schedule
+from recipes.common.training import token_loss
 from recipes.training.arguments import parse
-from recipes.training.models import token_loss
 from recipes.training.run_log import RunLog
 from tests.helpers import ROOT
 from tests.helpers.training import die, flags, forget, in_child, losses_of, read_log, run
@@ -369,8 +369,20 @@ def test_errors_come_without_a_traceback(tmp_path, cache, capsys):
     with pytest.raises(SystemExit) as caught:
         train.main(arguments)
     forget()
-    assert caught.value.code == 1
-    assert capsys.readouterr().err.startswith("error: There is a run in")
+    assert caught.value.code == 2
+    assert re.fullmatch(r"error: There is a run in .*\n", capsys.readouterr().err)
+
+
+def test_bugs_keep_their_traceback(tmp_path, cache, monkeypatch):
+    """Also those of the kinds that Python raises for a wrong value."""
+
+    def broken(*_):
+        raise ValueError("not what the user did")
+
+    monkeypatch.setattr(train, "build_model", broken)
+    with pytest.raises(ValueError, match="not what the user did"):
+        train.main(flags(tmp_path, cache, "--steps", 2))
+    forget()
 
 
 def test_the_hub_out_of_reach(tmp_path, cache, capsys, monkeypatch):
@@ -381,7 +393,7 @@ def test_the_hub_out_of_reach(tmp_path, cache, capsys, monkeypatch):
         with pytest.raises(SystemExit) as caught:
             train.main(sized(flags(tmp_path / flag, cache, "--steps", 2), flag, "nobody/nothing"))
         forget()
-        assert caught.value.code == 1
+        assert caught.value.code == 2
         assert "error: 'nobody/nothing' is no folder or file here" in capsys.readouterr().err
 
 
