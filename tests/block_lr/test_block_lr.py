@@ -3,7 +3,6 @@
 import gc
 import math
 import random
-import warnings
 import weakref
 
 import pytest
@@ -14,8 +13,7 @@ import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
 from blockopt.blocks.split import block_numel
-from blockopt.curvature import ESTIMATORS, gauss_newton, gradient
-from tests.helpers.models import FAMILIES, loss_of
+from blockopt.curvature import gauss_newton, gradient
 from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:No block had a positive curvature")
@@ -419,34 +417,3 @@ def test_nothing_keeps_model_and_optimizer_alive():
     references = refreshed()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-
-
-@pytest.mark.parametrize("curvature", ESTIMATORS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.filterwarnings("ignore:The refresh of the block learning rates")
-def test_every_family_trains_with_every_estimator_that_applies(family, curvature):
-    model = FAMILIES[family]()
-    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-3)
-    block_lr = BlockLR(optimizer, model, curvature=curvature, every=1, by="tensor")
-    if curvature == "power_law" and family in ("lora-gpt2", "lora-llama", "cnn", "mlp"):
-        expected = pytest.raises(ValueError, match="neither attention nor an MLP")
-    else:
-        expected = warnings.catch_warnings()
-    with expected:
-        for number in range(3):
-            optimizer.zero_grad()
-            loss_of(family, model, number).backward()
-            optimizer.step()
-            block_lr.step(lambda number=number: loss_of(family, model, number))
-        assert len(block_lr.history) + block_lr.failures == 3
-        assert block_lr.history
-        assert all(torch.isfinite(p).all() for p in model.parameters())
-        if curvature not in (
-            "hutchinson",
-            "directional",
-            "secant",
-            "newton",
-        ):  # which may find nothing but negative curvature so early
-            scales = torch.cat(list(block_lr.last_scales.as_dict().values()))
-            assert scales.max() > 1.02 > 0.95 > scales.min()
-            assert block_lr.failures == 0
