@@ -11,7 +11,7 @@ from torch import Tensor
 from blockopt.blocks import Blocks, Split
 from blockopt.checks import check_count, check_range
 from blockopt.distributed import full, is_sharded, local, local_part
-from blockopt.optim.adamw_update import (
+from blockopt.optim.adamw import (
     adamw_magnitudes,
     adamw_update,
     check_adamw_options,
