@@ -24,23 +24,22 @@ KINDS = [
     {"fused": True},
     {"heads": 4, "groups": 2},
     {"heads": 4, "groups": 1, "fused": True, "repeat": True},
+    {"causal": False},
+    {"scale": 0.9},
+    {"factor": 1.7},
 ]
-KINDS += [{"causal": False}, {"scale": 0.9}, {"factor": 1.7}]
 
 
 def rest_of_hessian(model, loss):
-    """H - G."""
+    """Return the Hessian minus the Gauss-Newton matrix, by block."""
     whole, outer = hessian_means(model, loss), gauss_newton_means(model, loss)
     return {name: whole[name] - outer[name] for name in whole}
 
 
 def inside_attention(means, model):
-    """Those of attention: above it these models are affine, so nothing else adds to them."""
-    return {
-        name: m
-        for name, m in means.items()
-        if not name.startswith("embedding") and name in find_blocks(model)
-    }
+    """Select the blocks that only the softmax adds to: above it these models are affine."""
+    blocks = find_blocks(model)
+    return {n: m for n, m in means.items() if not n.startswith("embedding") and n in blocks}
 
 
 def squared_error(model, *shape):
@@ -57,10 +56,10 @@ def test_one_layer_is_exact(options, loss_function):
     exact = inside_attention(rest_of_hessian(model, loss), model)
     found = inside_attention(analytic(model, loss, part="functional"), model)
     assert_means(found, exact)
-    roles = {name: set(b.block_roles) for name, b in find_blocks(model).items()}
+    blocks = find_blocks(model)
     for name, mean in exact.items():  # it is not zero for any head of queries and keys
-        for role, value in zip(find_blocks(model)[name].block_roles, mean, strict=True):
-            assert role not in ("query", "key") or abs(value) > 1e-6, roles
+        for role, value in zip(blocks[name].block_roles, mean, strict=True):
+            assert role not in ("query", "key") or abs(value) > 1e-6, name
 
 
 def test_full_is_the_sum():
@@ -70,21 +69,16 @@ def test_full_is_the_sum():
         analytic(model, loss, part=part, num_probes=2) for part in ("outer", "functional", "full")
     )
     assert_means(full, {name: outer[name] + functional[name] for name in outer}, 1e-14)
-    exact = analytic(model, loss, part="full", num_probes=None)
-    assert_means(
-        inside_attention(exact, model), inside_attention(hessian_means(model, loss), model)
-    )
+    both = analytic(model, loss, part="full", num_probes=None), hessian_means(model, loss)
+    assert_means(*(inside_attention(means, model) for means in both))
 
 
 def test_padding():
     model = build(causal=False)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)[:, None, None, :]
     loss = language_loss(model, mask=mask)
-    exact = rest_of_hessian(model, loss)
-    assert_means(
-        inside_attention(analytic(model, loss, part="functional"), model),
-        inside_attention(exact, model),
-    )
+    both = analytic(model, loss, part="functional"), rest_of_hessian(model, loss)
+    assert_means(*(inside_attention(means, model) for means in both))
 
 
 @pytest.mark.parametrize("family", ["attention", "attention-kdim", "attention-bias-kv"])
@@ -100,68 +94,59 @@ def test_torch_attention(family):
 @pytest.mark.parametrize("per_head", [True, False])
 def test_torch_attention_by_block(per_head):
     model = FAMILIES["attention-bias-kv"]().double().eval()
+
+    def loss():
+        return loss_of("attention-bias-kv", model)
+
     blocks = find_blocks(model, per_head=per_head)
-    found = analytic(
-        model, lambda: loss_of("attention-bias-kv", model), part="functional", blocks=blocks
-    )
-    diagonal = functional_diagonal(
-        model, ["attention"], lambda: loss_of("attention-bias-kv", model)
-    )
+    found = analytic(model, loss, part="functional", blocks=blocks)
+    diagonal = functional_diagonal(model, ["attention"], loss)
     assert_means(found, means_by_block(model, diagonal, per_head=per_head))
 
 
-ATTENTION = {
-    **{
-        "nanogpt": "h.{}.attn",
-        "gpt2": "transformer.h.{}.attn",
-        "opt": "model.decoder.layers.{}.self_attn",
-    },
-    **{"llama": "model.layers.{}.self_attn", "falcon-groups": "transformer.h.{}.self_attention"},
-    **{"bert": "bert.encoder.layer.{}.attention.self", "qwen2": "model.layers.{}.self_attn"},
-    **{
-        "t5": "decoder.block.{}.layer.1.EncDecAttention",
-        "encoder_layer": "self_attn",
-        "timm_vit": "blocks.{}.attn",
-    },
+FIRST_ATTENTION = {
+    "nanogpt": "h.0.attn",
+    "gpt2": "transformer.h.0.attn",
+    "opt": "model.decoder.layers.0.self_attn",
+    "llama": "model.layers.0.self_attn",
+    "falcon-groups": "transformer.h.0.self_attention",
+    "bert": "bert.encoder.layer.0.attention.self",
+    "qwen2": "model.layers.0.self_attn",
+    "t5": "decoder.block.0.layer.1.EncDecAttention",
+    "encoder_layer": "self_attn",
+    "timm_vit": "blocks.0.attn",
 }
-FLOAT64 = {
-    "nanogpt",
-    "encoder_layer",
-    "timm_vit",
-}  # the others compute their loss or rotation in float32
+FLOAT64 = {"nanogpt", "encoder_layer", "timm_vit"}  # others have a loss or rotation in float32
 
 
-def exact_functional(family, layer):
-    """Found and exact values of the attention of one layer, under all that is above it."""
+def exact_functional(model, attention, loss):
+    """Return the functional part of attention modules by block, and their parameters."""
+    diagonal = functional_diagonal(model, attention, loss)
+    zeros = {n: torch.zeros_like(p) for n, p in trainable(model).items()}
+    return means_by_block(model, zeros | diagonal), diagonal.keys()
+
+
+@pytest.mark.parametrize("family", FIRST_ATTENTION)
+def test_attention_inside_a_network(family):
+    """A layer needs only the gradient that reaches it. Llama, Qwen and Falcon rotate."""
     model = FAMILIES[family]().double().eval()
     with torch.no_grad():
         for p in trainable(model).values():  # at initialisation attention is nearly uniform
-            p.mul_(4.0) if p.ndim > 1 else p.add_(
-                0.1 * torch.arange(p.numel(), dtype=p.dtype).sin()
-            )
-    name = ATTENTION[family].format(layer)
-    diagonal = functional_diagonal(model, [name], lambda: loss_of(family, model))
-    others = {n: torch.zeros_like(p) for n, p in trainable(model).items() if n not in diagonal}
-    exact = means_by_block(model, others | diagonal)
-    found = analytic(model, lambda: loss_of(family, model), part="functional", num_probes=None)
-    return {n: found[n] for n in diagonal}, {n: exact[n] for n in diagonal}
+            waves = 0.1 * torch.arange(p.numel(), dtype=p.dtype).sin().view_as(p)
+            p.copy_(4.0 * p if p.ndim > 1 else p + waves)
 
+    def loss():
+        return loss_of(family, model)
 
-@pytest.mark.parametrize("family", ATTENTION)
-def test_attention_inside_a_network(family):
-    """A layer needs only the gradient that reaches it. Llama, Qwen and Falcon rotate."""
-    found, exact = exact_functional(family, layer=0)
-    assert_means(found, exact, 1e-10 if family in FLOAT64 else 1e-5)
-    blocks = find_blocks(FAMILIES[family]())
+    exact, inside = exact_functional(model, [FIRST_ATTENTION[family]], loss)
+    found = analytic(model, loss, part="functional", num_probes=None)
+    tolerance = 1e-10 if family in FLOAT64 else 1e-5
+    assert_means({n: found[n] for n in inside}, {n: exact[n] for n in inside}, tolerance)
+    blocks = find_blocks(model)
     for role in ("query", "key"):
-        values = [
-            v
-            for n, e in exact.items()
-            for r, v in zip(blocks[n].block_roles, e, strict=True)
-            if r == role
-        ]
-        assert values
-        assert min(abs(float(v)) for v in values) > 1e-8
+        masks = {n: torch.tensor([r == role for r in blocks[n].block_roles]) for n in inside}
+        values = torch.cat([exact[n][masks[n]] for n in inside])
+        assert values.abs().min() > 1e-8
 
 
 @pytest.mark.parametrize(
@@ -170,9 +155,7 @@ def test_attention_inside_a_network(family):
 def test_rotated_keys(options):
     model = build(**{"rope": 1.0, "heads": 4, "layers": 2, **options})
     loss = language_loss(model, 2, 6)
-    diagonal = functional_diagonal(model, ["layers.0", "layers.1"], loss)
-    others = {n: torch.zeros_like(p) for n, p in trainable(model).items() if n not in diagonal}
-    exact = means_by_block(model, others | diagonal)
+    exact, _ = exact_functional(model, ["layers.0", "layers.1"], loss)
     assert_means(analytic(model, loss, part="functional", num_probes=None), exact)
 
 
@@ -201,9 +184,8 @@ def test_normalised_queries_are_left_out(options):
 
 def test_blocks_that_are_no_heads_are_left_out():
     model = FAMILIES["nanogpt"]().double()
-    blocks = find_blocks(
-        model, overrides={"h.0.attn.c_attn.weight": "other", "h.1.attn.c_attn.bias": "bias"}
-    )
+    overrides = {"h.0.attn.c_attn.weight": "other", "h.1.attn.c_attn.bias": "bias"}
+    blocks = find_blocks(model, overrides=overrides)
     found = analytic(model, lambda: loss_of("nanogpt", model), part="functional", blocks=blocks)
     usual = analytic(model, lambda: loss_of("nanogpt", model), part="functional")
     assert not found["h.0.attn.c_attn.weight"].any()
@@ -225,9 +207,8 @@ def test_functional_takes_any_loss():
     def loss():
         return model(tokens).logsumexp(-1).mean()
 
-    exact = {
-        n: m for n, m in functional_diagonal(model, ["layers.0"], loss).items() if "q_proj" in n
-    }
     found = analytic(model, loss, part="functional")
-    for name, diagonal in exact.items():
-        torch.testing.assert_close(found[name], diagonal.view(2, -1).mean(1), rtol=1e-10, atol=0.0)
+    for name, diagonal in functional_diagonal(model, ["layers.0"], loss).items():
+        if "q_proj" in name:
+            exact = diagonal.view(2, -1).mean(1)
+            torch.testing.assert_close(found[name], exact, rtol=1e-10, atol=0.0)

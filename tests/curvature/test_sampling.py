@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
-from blockopt.blocks.split import block_sum
+from blockopt.blocks import block_sum
 from blockopt.curvature import analytic, gauss_newton, hutchinson
 from blockopt.curvature.hutchinson import LARGEST_FACTOR, probe_factors
 from tests.helpers.dense_hessians import assert_means, gauss_newton_means, hessian_means
@@ -37,7 +37,7 @@ def exact(kind):
 
 @functools.cache
 def draws(estimator, num_probes, **options):
-    """{parameter: (GROUPS, blocks)}, each an average over probes."""
+    """Return {parameter: (GROUPS, blocks)}, each value an average over probes."""
     model, loss = network(**options)
     generator = torch.Generator().manual_seed(0)
     found = [
@@ -83,10 +83,8 @@ def test_hutchinson_sees_what_gauss_newton_leaves_out():
 def test_all_agree_where_the_model_is_linear(estimator):
     model = nn.Linear(3, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    x, y = (
-        torch.randn(20, 3, generator=generator, dtype=torch.float64),
-        torch.randint(4, (20,), generator=generator),
-    )
+    x = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (20,), generator=generator)
 
     def loss():
         return F.cross_entropy(model(x), y)
@@ -100,19 +98,15 @@ def test_all_agree_where_the_model_is_linear(estimator):
 
 
 def noise_ratio(estimator, other, **options):
-    """{role: the variance of an estimator over that of another, averaged over blocks}."""
+    """Return {role: the variance of an estimator over another's, averaged over its blocks}."""
     ours, theirs = (draws(e, 1, **options) for e in (estimator, other))
-    ratios = {}
+    logs = {}
     for name, blocks in find_blocks(network()[0]).items():
-        for role, ratio in zip(
-            blocks.block_roles, ours[name].var(0) / theirs[name].var(0), strict=True
-        ):
-            ratios.setdefault(role, []).append(ratio.log())
-    return {
-        role: float(torch.stack(values).mean().exp())
-        for role, values in ratios.items()
-        if role != "bias"
-    }
+        ratios = ours[name].var(0) / theirs[name].var(0)
+        for role, ratio in zip(blocks.block_roles, ratios, strict=True):
+            logs.setdefault(role, []).append(ratio.log())
+    del logs["bias"]
+    return {role: float(torch.stack(values).mean().exp()) for role, values in logs.items()}
 
 
 def test_squares_of_sequences_are_less_noise_than_the_square_of_their_sum():
@@ -120,24 +114,20 @@ def test_squares_of_sequences_are_less_noise_than_the_square_of_their_sum():
     ratios = noise_ratio(analytic, gauss_newton, batch=16)
     assert ratios.pop("position") == pytest.approx(1.0)
     assert max(ratios.values()) < 0.5, ratios
-    assert max(ratios[role] for role in ("value", "output", "mlp_in", "mlp_out", "norm")) < 0.15, (
-        ratios
-    )
+    low = [ratios[role] for role in ("value", "output", "mlp_in", "mlp_out", "norm")]
+    assert max(low) < 0.15, ratios
 
 
 def plain_hutchinson(model, loss, num_probes, generator):
-    """Signs alone, the textbook's."""
-    blocks, parameters = find_blocks(model), list(model.parameters())
+    """The estimator of textbooks, with signs alone."""
+    parameters = list(model.parameters())
+    signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
     with sdpa_kernel(SDPBackend.MATH):
         gradients = torch.autograd.grad(loss(), parameters, create_graph=True)
-        signs = [
-            torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters
-        ]
         products = torch.autograd.grad(gradients, parameters, signs)
-    found = {n: block_sum(s * h, b.split) for (n, b), s, h in zip(blocks.items(), signs, products)}
     return {
-        n: f / block_sum(torch.ones_like(p), blocks[n].split)
-        for (n, f), p in zip(found.items(), parameters)
+        name: block_sum(s * h, b.split) / block_sum(torch.ones_like(s), b.split)
+        for (name, b), s, h in zip(find_blocks(model).items(), signs, products)
     }
 
 
@@ -178,7 +168,7 @@ def test_reproducible(estimator):
 
 
 def test_low_precision_is_unbiased_up_to_rounding():
-    """In bfloat16 probes are as large as in float64, not larger by their rounding."""
+    """In bfloat16 the probes are exactly as large as in float64."""
     model = nn.Linear(64, 1, bias=False)
     x = torch.eye(64) * torch.linspace(1, 2, 64)
     whole = hutchinson(model, lambda: F.mse_loss(model(x), torch.zeros(64, 1), reduction="sum"))

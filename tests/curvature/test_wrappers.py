@@ -49,15 +49,19 @@ def assert_same(found, expected, prefix="", rtol=1e-10):
     assert_means({name: found[prefix + name] for name in expected}, expected, rtol)
 
 
+def correlation(found, expected):
+    both = [torch.cat([values[name] for name in sorted(values)]) for values in (found, expected)]
+    return torch.corrcoef(torch.stack(both))[0, 1]
+
+
 @all_estimators
 def test_compiled(name):
     model = build(layers=2)
     expected = ESTIMATORS[name](model, language_loss(model))
     compiled = torch.compile(model, backend="eager")
     assert_same(ESTIMATORS[name](compiled, language_loss(compiled)), expected, "_orig_mod.")
-    assert_same(
-        ESTIMATORS[name](model, language_loss(compiled)), expected
-    )  # the closure runs the compiled one
+    # Here only the closure runs the compiled one.
+    assert_same(ESTIMATORS[name](model, language_loss(compiled)), expected)
 
 
 @pytest.fixture
@@ -93,10 +97,8 @@ def test_data_parallel(name, process_group):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast(name, where):
     """Close to full precision, whether the closure or its caller switches it on."""
-    model = build(
-        layers=1,
-        top=nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6)),
-    ).float()
+    top = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6))
+    model = build(layers=1, top=top).float()
     loss = language_loss(model)
     expected = ESTIMATORS[name](model, loss)
 
@@ -112,9 +114,8 @@ def test_autocast(name, where):
         for parameter, values in ESTIMATORS[name](model, low).items():
             assert torch.equal(found[parameter], values)
     assert all(values.dtype == torch.float32 for values in found.values())
-    ours, theirs = (torch.cat([v[n] for n in sorted(v)]) for v in (found, expected))
-    lowest = 0.9 if name == "secant" else 0.95  # that is a difference of rounded gradients
-    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > lowest
+    # A secant is a difference of rounded gradients.
+    assert correlation(found, expected) > (0.9 if name == "secant" else 0.95)
 
 
 @pytest.mark.parametrize("name", ["analytic", "gauss_newton", "hutchinson"])
@@ -124,8 +125,7 @@ def test_low_precision_parameters(name):
     model.bfloat16()
     found = ESTIMATORS[name](model, language_loss(model))
     assert all(values.dtype == torch.float32 for values in found.values())
-    ours, theirs = (torch.cat([v[n] for n in sorted(v)]) for v in (found, expected))
-    assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > 0.95
+    assert correlation(found, expected) > 0.95
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -146,17 +146,16 @@ class Checkpointed(Net):
 
 @all_estimators
 def test_checkpointed(name):
-    plain, model = build(layers=2), build(Checkpointed, layers=2)
-    assert_same(
-        ESTIMATORS[name](model, language_loss(model)), ESTIMATORS[name](plain, language_loss(plain))
-    )
+    models = build(layers=2), build(Checkpointed, layers=2)
+    plain, checkpointed = (ESTIMATORS[name](model, language_loss(model)) for model in models)
+    assert_same(checkpointed, plain)
 
 
 @pytest.mark.parametrize(
     "pattern", ["embedding", "q_proj", "k_proj", "v_proj", "layers.1", "bias", "weight"]
 )
 def test_frozen_parameters(pattern):
-    """What is left is what it was: nothing depends on gradients of the frozen ones."""
+    """The other values stay as they were: nothing depends on gradients of frozen parameters."""
     model = build(layers=2)
     loss = language_loss(model)
     outer, full = (analytic(model, loss, part=part, num_probes=None) for part in ("outer", "full"))
@@ -166,10 +165,9 @@ def test_frozen_parameters(pattern):
     left = trainable(model)
     assert_means(analytic(model, loss, num_probes=None), {n: outer[n] for n in left})
     assert_means(hessian_means(model, loss), {n: whole[n] for n in left})
-    if pattern != "weight":  # the functional part of a bias goes by its weight
-        assert_means(
-            analytic(model, loss, part="full", num_probes=None), {n: full[n] for n in left}
-        )
+    if pattern != "weight":  # the functional part of a bias is found by its weight
+        found = analytic(model, loss, part="full", num_probes=None)
+        assert_means(found, {n: full[n] for n in left})
     for name in ("gauss_newton", "hutchinson", "directional", "secant"):
         assert list(ESTIMATORS[name](model, loss)) == list(left)
 
@@ -188,9 +186,8 @@ def test_tied_weights():
         mixed = model.layers[0](model.embedding(tokens))
         return F.cross_entropy((mixed + model.head(model.embedding(tokens))).mT, targets)
 
-    assert_means(
-        analytic(model, shared_bias, num_probes=None), gauss_newton_means(model, shared_bias)
-    )
+    found = analytic(model, shared_bias, num_probes=None)
+    assert_means(found, gauss_newton_means(model, shared_bias))
 
 
 def test_module_called_twice():
@@ -213,9 +210,8 @@ def test_models_without_attention(family):
     def loss():
         return loss_of(family, model)
 
-    assert_means(
-        analytic(model, loss, part="full", num_probes=None), gauss_newton_means(model, loss)
-    )
+    found = analytic(model, loss, part="full", num_probes=None)
+    assert_means(found, gauss_newton_means(model, loss))
     assert not any(v.any() for v in analytic(model, loss, part="functional").values())
 
 
