@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt import find_blocks
+from blockopt.curvature import analytic
 from blockopt.measure.loss_curvature import CaptureLosses
 from tests.helpers.models import block_index
 
@@ -152,6 +153,12 @@ def assert_means(
         assert error <= tolerance * float(e.abs().max()) + 1e-2 * tolerance * largest, (
             f"{name}: off by {error:.3g} from {e}"
         )
+
+
+def assert_gauss_newton_is_exact(model: nn.Module, loss_of: Loss, tolerance: float = 1e-10) -> None:
+    """All labels of all positions give the exact Gauss-Newton trace."""
+    found = analytic(model, loss_of, num_probes=None)
+    assert_means(found, gauss_newton_means(model, loss_of), tolerance)
 
 
 class Attention(nn.Module):
