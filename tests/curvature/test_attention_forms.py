@@ -3,10 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from blockopt import Split
 from blockopt.curvature import analytic
 from blockopt.curvature.analytic.attention_forms import (
     AttentionTensors,
@@ -15,12 +12,6 @@ from blockopt.curvature.analytic.attention_forms import (
     outer_key,
     outer_value,
     score_derivatives,
-)
-from blockopt.curvature.analytic.layer_calls import capture_layers
-from blockopt.curvature.analytic.sequence_gradients import (
-    layer_gradients,
-    squared_rows,
-    squared_sums,
 )
 from tests.helpers.dense_hessians import build, tokens_of
 
@@ -34,24 +25,18 @@ def random_attention(heads, groups, queries=3, keys=4, width=5, batch=2):
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    query, x, delta = (
-        normal(batch, heads, queries, 3),
-        normal(batch, keys, width),
-        normal(batch, heads, queries, 2),
-    )
+    query, x = normal(batch, heads, queries, 3), normal(batch, keys, width)
+    delta = normal(batch, heads, queries, 2)
     key, value = (
         normal(batch, groups, keys, d).repeat_interleave(heads // groups, dim=1) for d in (3, 2)
     )
-    weights = (
-        (SCALE * query @ key.mT)
-        .masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
-        .softmax(-1)
-    )
+    masked = torch.tensor([False, False, False, True])
+    weights = (SCALE * query @ key.mT).masked_fill(masked, -torch.inf).softmax(-1)
     return AttentionTensors(weights, query, key, value, SCALE, groups), x, delta
 
 
 def moments(weights, v, y):
-    """`Cov(v, y)` under the weights, (dv, dy), one term a position."""
+    """Return `Cov(v, y)` under the weights, (dv, dy), term by term."""
     mean_v, mean_y = sum(a * u for a, u in zip(weights, v)), sum(a * u for a, u in zip(weights, y))
     return sum(a * torch.outer(u - mean_v, w - mean_y) for a, u, w in zip(weights, v, y))
 
@@ -74,21 +59,14 @@ def positions(attention):
 @pytest.mark.parametrize("width", [1, 5])  # the two ways to order the products
 def test_functional_parts(heads, groups, width):
     attention, x, g = random_attention(heads, groups, width=width)
-    queries, keys = (
-        torch.zeros_like(attention.query[..., 0]),
-        torch.zeros(groups, dtype=torch.float64),
-    )
+    queries = torch.zeros_like(attention.query[..., 0])
+    keys = torch.zeros(groups, dtype=torch.float64)
     for b, h, i in positions(attention):
-        a, v, k, q = (
-            attention.weights[b, h, i],
-            attention.value[b, h],
-            attention.key[b, h],
-            attention.query[b, h, i],
-        )
-        queries[b, h, i] = SCALE**2 * third_moments(a, v, k, g[b, h, i]).trace()
-        keys[h * groups // heads] += (
-            SCALE**2 * (q @ q) * third_moments(a, v, x[b], g[b, h, i]).trace()
-        )
+        a, q = attention.weights[b, h, i], attention.query[b, h, i]
+        v, k = attention.value[b, h], attention.key[b, h]
+        of_keys, of_inputs = (third_moments(a, v, y, g[b, h, i]).trace() for y in (k, x[b]))
+        queries[b, h, i] = SCALE**2 * of_keys
+        keys[h * groups // heads] += SCALE**2 * (q @ q) * of_inputs
     scores = score_derivatives(attention, g)
     torch.testing.assert_close(functional_query(attention, scores), queries, rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(functional_key(attention, scores, x), keys, rtol=1e-10, atol=1e-14)
@@ -103,10 +81,8 @@ def test_outer_parts(heads, groups):
     for b in range(batch):
         for i in range(queries):
             for group in range(groups):
-                key_gradient, value_gradient = (
-                    torch.zeros(3, 5, dtype=torch.float64),
-                    torch.zeros(2, 5, dtype=torch.float64),
-                )
+                key_gradient = torch.zeros(3, 5, dtype=torch.float64)
+                value_gradient = torch.zeros(2, 5, dtype=torch.float64)
                 for h in range(group * heads // groups, (group + 1) * heads // groups):
                     a, d = attention.weights[b, h, i], delta[b, h, i]
                     covariance = moments(a, attention.value[b, h], x[b])
@@ -120,9 +96,7 @@ def test_outer_parts(heads, groups):
 
 def test_score_derivatives():
     attention, _, g = random_attention(2, 1)
-    scores = (
-        attention.weights.log().requires_grad_()
-    )  # softmax of the logarithm gives the weights back
+    scores = attention.weights.log().requires_grad_()  # their softmax is the weights again
     (expected,) = torch.autograd.grad((g * (scores.softmax(-1) @ attention.value)).sum(), scores)
     torch.testing.assert_close(score_derivatives(attention, g), expected, rtol=1e-12, atol=1e-14)
 
@@ -147,11 +121,8 @@ def test_layer_from_its_moments(part, loss_function):
             p(x).unflatten(-1, (2, 4)).transpose(1, 2)
             for p in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
-        weights = (
-            (q @ k.mT / 2)
-            .masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf)
-            .softmax(-1)
-        )
+        later = ~torch.ones(4, 4, dtype=torch.bool).tril()
+        weights = (q @ k.mT / 2).masked_fill(later, -torch.inf).softmax(-1)
         expected = {role: torch.zeros(2, dtype=torch.float64) for role in "qkv"}
         for b in range(2):
             for i in range(4):
@@ -160,14 +131,11 @@ def test_layer_from_its_moments(part, loss_function):
                 if loss_function == "cross-entropy":
                     curvature, residual = (p.diag() - torch.outer(p, p)) / 8, (p - onehot) / 8
                 else:
-                    curvature, residual = (
-                        2 * torch.eye(5, dtype=torch.float64) / 40,
-                        2 * (logits[b, i] - onehot) / 40,
-                    )
+                    curvature = 2 * torch.eye(5, dtype=torch.float64) / 40
+                    residual = 2 * (logits[b, i] - onehot) / 40
                 for h in range(2):
-                    up = (
-                        model.head.weight @ layer.o_proj.weight[:, 4 * h : 4 * h + 4]
-                    )  # from the output of head h to logits
+                    # From the output of head h to logits.
+                    up = model.head.weight @ layer.o_proj.weight[:, 4 * h : 4 * h + 4]
                     inner, g = up.T @ curvature @ up, up.T @ residual
                     a, values, keys = weights[b, h, i], v[b, h], k[b, h]
                     c, d = moments(a, values, keys), moments(a, values, x[b])
@@ -180,55 +148,5 @@ def test_layer_from_its_moments(part, loss_function):
                     expected["k"][h] += q[b, h, i] @ q[b, h, i] * e_key.trace() / 4
                     expected["v"][h] += mean @ mean * inner.trace()
     for role, trace in expected.items():
-        torch.testing.assert_close(
-            found[f"layers.0.{role}_proj.weight"], trace / (4 * 6), rtol=1e-10, atol=0.0
-        )
-
-
-@pytest.mark.parametrize(("positions", "width", "outputs"), [(2, 9, 8), (30, 3, 4), (4, 6, 12)])
-def test_squared_rows(positions, width, outputs):
-    """By the Gram matrix of few positions, or by the gradient itself."""
-    generator = torch.Generator().manual_seed(0)
-    x, d = (
-        torch.randn(3, positions, n, generator=generator, dtype=torch.float64)
-        for n in (width, outputs)
-    )
-    expected = sum((d[s].T @ x[s]).square().sum(1) for s in range(3))
-    torch.testing.assert_close(squared_rows(x, d), expected, rtol=1e-12, atol=0.0)
-
-
-TOKENS = torch.tensor([[0, 3, 3, 1], [3, 0, 0, 4]])  # some in both sequences
-LAYERS = {
-    "linear": lambda: nn.Linear(3, 6),
-    "conv1d": lambda: Conv1D(6, 3),
-    "embedding": lambda: nn.Embedding(5, 6),
-    "padded": lambda: nn.Embedding(5, 6, padding_idx=3),
-    "norm": lambda: nn.LayerNorm(3),
-}
-
-
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_squares_of_the_gradient_of_each_sequence(kind, dim):
-    model = nn.Sequential(LAYERS[kind]()).double()
-    generator = torch.Generator().manual_seed(0)
-    x = (
-        TOKENS
-        if kind in ("embedding", "padded")
-        else torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
-    )
-    with capture_layers(model, []) as layers:
-        y = model(x)
-    d = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-    uses = layer_gradients(layers, [d])
-    assert set(uses) == {name for name, _ in model.named_parameters()}
-    for name, p in model.named_parameters():
-        gradients = [torch.autograd.grad(y[s], p, d[s], retain_graph=True)[0] for s in range(2)]
-        squares = sum(g.square() for g in gradients)
-        if dim is None or p.ndim <= dim:
-            torch.testing.assert_close(squared_sums(uses[name], None), squares.sum().reshape(1))
-            continue
-        split = Split(dim, (p.shape[dim],), (p.shape[dim],))
-        torch.testing.assert_close(
-            squared_sums(uses[name], split), squares.sum(1 - dim) if p.ndim == 2 else squares
-        )
+        mean = found[f"layers.0.{role}_proj.weight"]
+        torch.testing.assert_close(mean, trace / (4 * 6), rtol=1e-10, atol=0.0)
