@@ -1,4 +1,4 @@
-"""What all estimators share: weights of batches, measurements without a trace, clear errors."""
+"""What all estimators share: weights of batches, passes that leave no trace, clear errors."""
 
 import gc
 import weakref
@@ -55,19 +55,16 @@ all_estimators = pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.fixture
 def rows():
     """A model whose weights see one row of data each, so that every estimator is exact."""
-    model, x = (
-        nn.Linear(7, 1, bias=False, dtype=torch.float64),
-        torch.linspace(1, 3, 7, dtype=torch.float64).diag(),
-    )
+    model = nn.Linear(7, 1, bias=False, dtype=torch.float64)
+    x = torch.linspace(1, 3, 7, dtype=torch.float64).diag()
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 7))
     blocks = find_blocks(model)
 
     def batch(start, stop, tokens=None):
         def loss():
-            value = F.mse_loss(
-                model(x[start:stop]), torch.ones(stop - start, 1, dtype=torch.float64)
-            )
+            targets = torch.ones(stop - start, 1, dtype=torch.float64)
+            value = F.mse_loss(model(x[start:stop]), targets)
             return value if tokens is None else (value, tokens)
 
         return loss
@@ -80,58 +77,47 @@ def test_batches_are_weighted_by_tokens(name, rows):
     model, blocks, batch = rows
     estimate = ESTIMATORS[name]
     whole = estimate(model, batch(0, 7), blocks=blocks)
-    assert_means(
-        estimate(model, [batch(0, 2, 2), batch(2, 7, torch.tensor(5))], blocks=blocks), whole
-    )
-    assert_means(estimate(model, iter([batch(0, 2, 4), batch(2, 7, 10)]), blocks=blocks), whole)
-    assert_means(estimate(model, (batch(0, 7, 3),), blocks=blocks), whole)
+    for losses in (
+        [batch(0, 2, 2), batch(2, 7, torch.tensor(5))],
+        iter([batch(0, 2, 4), batch(2, 7, 10)]),
+        (batch(0, 7, 3),),
+    ):
+        assert_means(estimate(model, losses, blocks=blocks), whole)
     alike = estimate(model, [batch(0, 2), batch(2, 7)], blocks=blocks)
     assert not torch.allclose(alike["weight"], whole["weight"], rtol=1e-2)
-    if name != "newton":  # which is no mean
-        mean = (
-            sum(
-                estimate(model, batch(*bounds), blocks=blocks)["weight"]
-                for bounds in ((0, 2), (2, 7))
-            )
-            / 2
+    if name != "newton":  # which is not a mean
+        one, two = (estimate(model, batch(*rows), blocks=blocks) for rows in ((0, 2), (2, 7)))
+        torch.testing.assert_close(alike["weight"], (one["weight"] + two["weight"]) / 2)
+
+
+def whole_and_halves(model, *numbers, ignored=0):
+    """Return the loss of five sequences, and the losses of the first two and of the others."""
+    tokens, targets = tokens_of(5, 4)
+    targets[0, 4 - ignored :] = -100
+
+    def batch(rows, number):
+        return lambda: (
+            F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()),
+            number,
         )
-        torch.testing.assert_close(alike["weight"], mean)
+
+    halves = [batch(rows, n) for rows, n in zip((slice(2), slice(2, 5)), numbers)]
+    return batch(slice(5), 1), halves
 
 
 @pytest.mark.parametrize("part", ["outer", "functional", "full"])
 def test_analytic_of_two_batches_is_that_of_both_together(part):
     model = build(layers=2)
-    tokens, targets = tokens_of(5, 4)
-    targets[0, 1:] = -100  # 17 of 20 count
-
-    def batch(rows, number):
-        return lambda: (
-            F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()),
-            number,
-        )
-
-    whole = analytic(model, batch(slice(5), 1), part=part, num_probes=None)
-    assert_means(
-        analytic(model, [batch(slice(2), 5), batch(slice(2, 5), 12)], part=part, num_probes=None),
-        whole,
-    )
+    losses = whole_and_halves(model, 5, 12, ignored=3)
+    halves, whole = (analytic(model, x, part=part, num_probes=None) for x in reversed(losses))
+    assert_means(halves, whole)
 
 
 def test_along_update_of_two_batches_is_that_of_both_together():
     model = build(layers=1)
-    tokens, targets = tokens_of(5, 4)
     update = {n: torch.ones_like(p) for n, p in trainable(model).items()}
-
-    def batch(rows, number):
-        return lambda: (
-            F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten()),
-            number,
-        )
-
-    whole = along_update(model, batch(slice(5), 1), update, matrix_by="role")
-    parts = along_update(
-        model, [batch(slice(2), 2), batch(slice(2, 5), 3)], update, matrix_by="role"
-    )
+    losses = whole_and_halves(model, 2, 3)
+    whole, parts = (along_update(model, x, update, matrix_by="role") for x in losses)
     for kind in ("slope", "row_sum", "square"):
         assert_means(getattr(parts, kind), getattr(whole, kind))
     torch.testing.assert_close(parts.matrix, whole.matrix, rtol=1e-10, atol=1e-12)
@@ -151,9 +137,7 @@ def test_every_batch_has_draws_of_its_own(name):
 def test_wrong_batches(name, rows):
     model, blocks, batch = rows
     estimate = ESTIMATORS[name]
-    with pytest.raises(
-        ValueError, match="Some loss closures returned a number of tokens and some did not"
-    ):
+    with pytest.raises(ValueError, match="returned a number of tokens and some did not"):
         estimate(model, [batch(0, 2, 2), batch(2, 7)], blocks=blocks)
     with pytest.raises(ValueError, match="there is no closure"):
         estimate(model, [], blocks=blocks)
@@ -217,7 +201,7 @@ def test_wrong_part():
 
 
 class Restless(nn.Module):
-    """Dropout, batch norm, a counting buffer, random numbers: all that a pass may change."""
+    """Has all that a pass may change: dropout, batch norm, a counting buffer, random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -283,9 +267,8 @@ def test_leaves_no_trace(name, restless):
     model.dropout.p = 0.0
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e9)
-    again = ESTIMATORS[name](
-        model.eval(), loss
-    )  # evaluation mode, whatever dropout, seed and gradients there are
+    # It ran in evaluation mode, whatever dropout, seed and gradients there are.
+    again = ESTIMATORS[name](model.eval(), loss)
     assert all(torch.equal(found[n], again[n]) for n in found)
 
 
@@ -305,20 +288,18 @@ def test_leaves_no_trace_after_an_exception(name, when, restless):
     assert_same_state(before, state(model))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ESTIMATORS if name not in ("secant", "newton")]
-)  # they move the weights
+# The secant and newton move the weights.
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("secant", "newton")])
 def test_between_forward_and_backward(name, restless):
     """Buffers that a waiting backward pass needs are not written to."""
     model, loss = restless
     tokens, targets = tokens_of(3, 4)
     waiting = loss()
 
-    def pure():  # one that counts no calls
+    def pure():  # a loss that counts no calls
         x = model.embedding(tokens)
-        return F.cross_entropy(
-            model.head(model.norm((x + model.attention(x)).flatten(0, 1))), targets.flatten()
-        )
+        features = model.norm((x + model.attention(x)).flatten(0, 1))
+        return F.cross_entropy(model.head(features), targets.flatten())
 
     ESTIMATORS[name](model, pure)
     waiting.backward()

@@ -16,10 +16,8 @@ def normal(*shape, seed=0):
 
 
 ROWS, IMAGE, ONE = normal(6, 4), normal(2, 4, 3), normal(4)
-LABELS, PIXELS = (
-    torch.tensor([0, 1, 2, 3, 1, 0]),
-    torch.tensor([[3, 1], [0, 2], [1, 1]]).T,
-)  # not contiguous
+LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
+PIXELS = torch.tensor([[3, 1], [0, 2], [1, 1]]).T  # not contiguous
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
 SOFT = normal(6, 4, seed=1).abs()  # rows need not add up to 1
 CROSS_ENTROPY = {
@@ -106,10 +104,8 @@ def test_factors_sum_to_the_hessian(name):
     prediction, loss_of = LOSSES[name]
     total = 0
     for vectors in curvature_of(prediction, loss_of).factors():
-        flat = sum(
-            v.flatten() for v in vectors
-        )  # the calls share one prediction, and only one vector is not zero
         assert sum(bool(v.any()) for v in vectors) == 1
+        flat = sum(v.flatten() for v in vectors)  # all calls share one prediction
         total = total + torch.outer(flat, flat)
     torch.testing.assert_close(total, exact(prediction, loss_of), rtol=1e-12, atol=1e-14)
 
@@ -120,14 +116,10 @@ def test_factors_sum_to_the_hessian(name):
 )
 def test_samples_have_the_hessian_as_their_covariance(name):
     prediction, loss_of = LOSSES[name]
-    curvature, generator, number = (
-        curvature_of(prediction, loss_of),
-        torch.Generator().manual_seed(0),
-        4000,
-    )
-    draws = torch.stack(
-        [sum(v.flatten() for v in curvature.sample(generator)) for _ in range(number)]
-    )
+    curvature, generator = curvature_of(prediction, loss_of), torch.Generator().manual_seed(0)
+    number = 4000
+    samples = (curvature.sample(generator) for _ in range(number))
+    draws = torch.stack([sum(v.flatten() for v in sample) for sample in samples])
     products = draws.unsqueeze(2) * draws.unsqueeze(1)
     errors = (products.mean(0) - exact(prediction, loss_of)).abs()
     deviations = products.std(0) / number**0.5
@@ -137,9 +129,8 @@ def test_samples_have_the_hessian_as_their_covariance(name):
 
 def test_labels_are_drawn_by_their_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20000, 4)
-    curvature = curvature_of(
-        logits, lambda p: F.cross_entropy(p, torch.zeros(20000, dtype=torch.long), reduction="sum")
-    )
+    labels = torch.zeros(20000, dtype=torch.long)
+    curvature = curvature_of(logits, lambda p: F.cross_entropy(p, labels, reduction="sum"))
     (vector,) = curvature.sample(torch.Generator().manual_seed(0))
     p = logits[0].softmax(-1)
     drawn = (p - vector).mean(0)  # p - (p - onehot)
@@ -148,22 +139,18 @@ def test_labels_are_drawn_by_their_probabilities():
 
 
 def test_last_rows_touch_one_row_that_counts():
-    vectors = list(
-        curvature_of(ROWS, lambda p: F.cross_entropy(p, LABELS, ignore_index=0)).last_rows()
-    )
-    assert len(vectors) == 1
-    assert vectors[0][0].ne(0).nonzero()[:, 0].unique().tolist() == [
-        4
-    ]  # the labels at 0 and 5 are ignored
+    curvature = curvature_of(ROWS, lambda p: F.cross_entropy(p, LABELS, ignore_index=0))
+    (vectors,) = curvature.last_rows()
+    rows = vectors[0].ne(0).nonzero()[:, 0].unique()
+    assert rows.tolist() == [4]  # the labels at 0 and 5 are ignored
     (elementwise,) = curvature_of(*ELEMENTWISE["squared"]).last_rows()
     assert elementwise[0].nonzero().tolist() == [[5, 3]]
 
 
 def test_low_precision_predictions():
     curvature = curvature_of(ROWS.bfloat16(), lambda p: F.cross_entropy(p, LABELS))
-    assert all(
-        v.dtype == torch.bfloat16 for v in curvature.sample(torch.Generator().manual_seed(0))
-    )
+    vectors = curvature.sample(torch.Generator().manual_seed(0))
+    assert all(v.dtype == torch.bfloat16 for v in vectors)
 
 
 @pytest.fixture
@@ -177,12 +164,13 @@ INPUTS = normal(6, 3)
 @pytest.mark.parametrize("estimator", [analytic, gauss_newton])
 class TestRefusals:
     def test_loss_that_is_not_seen(self, estimator, model):
+        def loss():
+            return -model(INPUTS).log_softmax(-1)[:, 0].mean()
+
         others = "'newton', 'secant', 'directional' and 'hutchinson'"
         with pytest.raises(ValueError, match=rf"No call of F.cross_entropy.*{others}"):
-            estimator(model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean())
-        hutchinson(
-            model, lambda: -model(INPUTS).log_softmax(-1)[:, 0].mean()
-        )  # as the message says
+            estimator(model, loss)
+        hutchinson(model, loss)  # as the message says
 
     def test_loss_that_is_seen_but_not_used(self, estimator, model):
         def loss():
@@ -193,24 +181,23 @@ class TestRefusals:
             estimator(model, loss)
 
     def test_negative_sign(self, estimator, model):
+        def loss():
+            y = model(INPUTS)
+            return 2.0 * F.cross_entropy(y, LABELS) - F.mse_loss(y, SOFT)
+
         with pytest.raises(ValueError, match="negative sign"):
-            estimator(
-                model,
-                lambda: (
-                    2.0 * F.cross_entropy(model(INPUTS), LABELS) - F.mse_loss(model(INPUTS), SOFT)
-                ),
-            )
+            estimator(model, loss)
 
     def test_target_that_depends_on_parameters(self, estimator, model):
         with pytest.raises(ValueError, match="detach it"):
             estimator(model, lambda: F.mse_loss(model(INPUTS), model(2 * INPUTS)))
 
     def test_weighted_elementwise(self, estimator, model):
+        def loss():
+            return F.binary_cross_entropy_with_logits(model(INPUTS), SOFT, pos_weight=WEIGHT)
+
         with pytest.raises(ValueError, match="is weighted"):
-            estimator(
-                model,
-                lambda: F.binary_cross_entropy_with_logits(model(INPUTS), SOFT, pos_weight=WEIGHT),
-            )
+            estimator(model, loss)
 
     def test_broadcast_target(self, estimator, model):
         def loss():
@@ -236,7 +223,5 @@ class TestRefusals:
 
         with pytest.warns(UserWarning, match="Gauss-Newton leaves out its curvature"):
             found = estimator(model, lambda: loss(1.0))
-        small = estimator(
-            model, lambda: loss(1e-4)
-        )  # such as the balance of a mixture of experts: no warning
+        small = estimator(model, lambda: loss(1e-4))  # no warning, as for the balance of experts
         torch.testing.assert_close(found["weight"], small["weight"])
