@@ -128,7 +128,8 @@ def expand(values: Tensor, split: Split | None, ndim: int) -> Tensor:
     """Spread one value per block to a tensor that broadcasts against the parameter.
 
     Example:
-        >>> expand(torch.tensor([1.0, 2.0, 3.0]), Split(dim=0, sizes=(4, 2), parts=(2, 1)), ndim=2).T
+        >>> split = Split(dim=0, sizes=(4, 2), parts=(2, 1))
+        >>> expand(torch.tensor([1.0, 2.0, 3.0]), split, ndim=2).T
         tensor([[1., 1., 2., 2., 3., 3.]])
     """
     if split is None:
