@@ -1,5 +1,7 @@
 """What `capture_attention` sees is what attention is given, in every family."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,22 +34,18 @@ from tests.helpers.models import (
 )
 
 # Those that pass is_causal; Falcon passes a mask.
-CAUSAL = TWO_LAYERS.keys() - {
-    "falcon-multi-query",
-    "falcon-groups",
-    "falcon-plain",
-    "timm_vit",
-    "vit",
-    "bert",
-}
+FALCONS = ("falcon-multi-query", "falcon-groups", "falcon-plain")
+CAUSAL = TWO_LAYERS.keys() - {*FALCONS, "timm_vit", "vit", "bert"}
 
 
 def inputs_of(module):
-    """The first argument of every later call of `module`."""
+    """Return a list that fills with the first argument of every later call of `module`."""
     seen = []
-    module.register_forward_pre_hook(
-        lambda _, args, kw: seen.append((*args, *kw.values())[0]), with_kwargs=True
-    )
+
+    def record(_, args, kwargs):
+        seen.append((*args, *kwargs.values())[0])
+
+    module.register_forward_pre_hook(record, with_kwargs=True)
     return seen
 
 
@@ -65,13 +63,11 @@ def test_calls_of_every_family(family):
         length = LENGTH if family not in ("timm_vit", "vit") else 5
         assert call.x.shape == (BATCH, length, WIDTH)
         assert call.query.shape[:3] == (BATCH, HEADS, length)
-        assert call.is_causal == (
-            family in CAUSAL or (family == "gpt2-cross" and call.module.endswith(".attn"))
-        )
+        own = family == "gpt2-cross" and call.module.endswith(".attn")
+        assert call.is_causal == (family in CAUSAL or own)
         assert call.dropout == 0.0
-        assert call.scale == (
-            1.0 if family in ("opt", "t5", "t5-gated") else call.query.shape[-1] ** -0.5
-        )
+        unscaled = family in ("opt", "t5", "t5-gated")
+        assert call.scale == (1.0 if unscaled else call.query.shape[-1] ** -0.5)
         assert_consistent(call)
 
 
@@ -82,9 +78,9 @@ def test_x_is_the_very_input_of_the_query_projection(family):
     inputs = [inputs_of(model.get_submodule(f"{name}.{projection}")) for name in CALLS[family]]
     with capture_attention(model) as calls:
         loss_of(family, model)
-    assert all(
-        call.x is x and call.context is None for call, (x,) in zip(calls, inputs, strict=True)
-    )
+    for call, (x,) in zip(calls, inputs, strict=True):
+        assert call.x is x
+        assert call.context is None
     assert calls[0].x is not calls[1].x
 
 
@@ -104,9 +100,8 @@ def test_cross_attention_has_x_and_context(family, cross, query, key):
     assert call.x is inputs[query][0]
     assert call.context is inputs[key][0]
     assert call.context is not call.x
-    assert [c.context is not None for c in calls] == [
-        ("cross" in c.module or "EncDec" in c.module) for c in calls
-    ]
+    for call in calls:
+        assert (call.context is not None) == ("cross" in call.module or "EncDec" in call.module)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -121,22 +116,15 @@ def test_cross_attention_of_torch_has_batch_first_x_and_context(batch_first):
     assert call.x.data_ptr() == x.data_ptr()
     assert torch.equal(call.x, x)
     assert torch.equal(call.context, memory)
-    query = F.linear(x, model.in_proj_weight[:WIDTH]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    key = (
-        F.linear(memory, model.in_proj_weight[WIDTH : 2 * WIDTH])
-        .unflatten(-1, (HEADS, -1))
-        .transpose(1, 2)
-    )
-    torch.testing.assert_close(call.query, query)
-    torch.testing.assert_close(call.key, key)
+    query, key, _ = model.in_proj_weight.chunk(3)
+    for seen, given, weight in ((call.query, x, query), (call.key, memory, key)):
+        heads = F.linear(given, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        torch.testing.assert_close(seen, heads)
 
 
 def test_unbatched_attention_of_torch_has_a_batch_of_one():
-    model, x, memory = (
-        seeded(nn.MultiheadAttention, WIDTH, HEADS),
-        normal(LENGTH, WIDTH),
-        normal(3, WIDTH, seed=1),
-    )
+    model = seeded(nn.MultiheadAttention, WIDTH, HEADS)
+    x, memory = normal(LENGTH, WIDTH), normal(3, WIDTH, seed=1)
     with capture_attention(model) as calls:
         model(x, memory, memory, need_weights=False)
         model(x, x, x, need_weights=False)
@@ -148,17 +136,11 @@ def test_unbatched_attention_of_torch_has_a_batch_of_one():
 
 def rotated(x, theta=10000.0):  # (B, H, T, dh)
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta ** (
-        -torch.arange(half, dtype=x.dtype) / half
-    )
+    speeds = theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * speeds
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [
-            first * angles.cos() - second * angles.sin(),
-            second * angles.cos() + first * angles.sin(),
-        ],
-        dim=-1,
-    )
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -172,45 +154,23 @@ def test_queries_and_keys_are_those_after_norm_and_rope(family):
         loss_of(family, model)
     for call in calls:
         attention = model.get_submodule(call.module)
-        for projection, norm, seen in (
-            ("q_proj", "q_norm", call.query),
-            ("k_proj", "k_norm", call.key),
-        ):
-            plain = (
-                getattr(attention, projection)(call.x)
-                .unflatten(-1, (-1, seen.shape[-1]))
-                .transpose(1, 2)
-            )
+        for letter, seen in (("q", call.query), ("k", call.key)):
+            plain = attention.get_submodule(f"{letter}_proj")(call.x)
+            plain = plain.unflatten(-1, (-1, seen.shape[-1])).transpose(1, 2)
             expected = plain
             if family == "qwen3":
-                expected = (
-                    plain
-                    * (plain.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
-                    * getattr(attention, norm).weight
-                )
-            torch.testing.assert_close(
-                seen, rotated(expected), rtol=1e-5, atol=1e-6
-            )  # transformers turns in float32
+                scale = (plain.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+                expected = plain * scale * attention.get_parameter(f"{letter}_norm.weight")
+            # transformers rotates in float32.
+            torch.testing.assert_close(seen, rotated(expected), rtol=1e-5, atol=1e-6)
             assert not torch.allclose(seen, plain, rtol=1e-2)
 
 
+WITH_EAGER = ("gpt2", "llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "bert", "t5")
+
+
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gpt2",
-        "llama",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "gpt_neox",
-        "opt",
-        "bert",
-        "t5",
-        "falcon-multi-query",
-        "falcon-groups",
-    ],
-)
+@pytest.mark.parametrize("family", [*WITH_EAGER, "falcon-multi-query", "falcon-groups"])
 def test_weights_are_those_of_eager_attention(family, padded):
     model = family_model(family).eval()
     tokens = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -231,9 +191,7 @@ def test_weights_are_those_of_eager_attention(family, padded):
     else:
         expected = outputs.attentions
     for call, weights in zip(calls, expected, strict=True):
-        torch.testing.assert_close(
-            call.weights(), weights, rtol=1e-5, atol=1e-7, check_dtype=False
-        )  # theirs are in float32
+        torch.testing.assert_close(call.weights().float(), weights.float(), rtol=1e-5, atol=1e-7)
 
 
 def test_left_padding_is_seen():
@@ -246,17 +204,14 @@ def test_left_padding_is_seen():
     for call in calls:
         torch.testing.assert_close(mixed_values(call), call.output)
         allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & mask[:, None, None].bool()
-        assert torch.equal(
-            call.weights()[:, :, 2:] > 0, allowed[:, :, 2:].expand(-1, HEADS, -1, -1)
-        )
+        seen = call.weights()[:, :, 2:] > 0
+        assert torch.equal(seen, allowed[:, :, 2:].expand(-1, HEADS, -1, -1))
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "additive", "padding", "causal"])
 def test_weights_are_those_that_torch_returns(mask):
-    model, x = (
-        seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True),
-        normal(BATCH, LENGTH, WIDTH),
-    )
+    model = seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True)
+    x = normal(BATCH, LENGTH, WIDTH)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     padding[0, -2:] = True
@@ -288,7 +243,9 @@ def test_sliding_window_is_seen():
 
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_heads_given_to_torch(key_heads):
-    attend = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
     model = seeded(Attention, attend, key_heads=key_heads)
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
@@ -314,9 +271,7 @@ def test_call_is_seen_however_it_is_written(attend):
 
 def test_query_that_may_attend_to_nothing_has_zeros():
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1)
-    model = seeded(
-        Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    )
+    model = seeded(Attention, partial(F.scaled_dot_product_attention, attn_mask=mask))
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
     weights = calls[0].weights()
@@ -338,10 +293,10 @@ def test_weights_are_at_least_float32(autocast):
 
 @pytest.mark.parametrize("index", [(slice(None), 0), (0, 0)], ids=["batch", "no batch"])
 def test_queries_without_heads(index):
-    model = seeded(
-        Attention,
-        lambda *qkv: qkv[0] + scaled_dot_product_attention(*(t[index] for t in qkv)).mean(),
-    )
+    def attend(*qkv):
+        return qkv[0] + scaled_dot_product_attention(*(t[index] for t in qkv)).mean()
+
+    model = seeded(Attention, attend)
     with capture_attention(model) as calls:
         model(normal(BATCH, LENGTH, WIDTH))
     assert calls[0].query.shape == normal(BATCH, HEADS, LENGTH, WIDTH // HEADS)[index].shape

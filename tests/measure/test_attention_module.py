@@ -54,11 +54,8 @@ def test_projections_below_the_caller_are_no_unseen_attention():
     assert calls[0].x is None  # the first argument is no tensor
 
 
-def test_calls_outside_of_the_model_are_not_its_own():
-    model, other = (
-        seeded(Attention, F.scaled_dot_product_attention),
-        seeded(Attention, F.scaled_dot_product_attention),
-    )
+def test_calls_outside_the_model_are_not_its_own():
+    model, other = (seeded(Attention, F.scaled_dot_product_attention) for _ in range(2))
     x = normal(BATCH, LENGTH, WIDTH)
     with capture_attention(model) as calls:
         other(x)

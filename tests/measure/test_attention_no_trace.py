@@ -1,6 +1,8 @@
 """`capture_attention` leaves no trace, and sees fast paths, compiled and checkpointed models."""
 
 from contextlib import nullcontext, suppress
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,9 +27,6 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-
-
-# No trace is left
 
 
 def snapshot(model):
@@ -57,15 +56,11 @@ def test_nothing_is_left_behind(family, fastpath):
 
 
 def test_nothing_is_left_behind_after_an_exception():
-    model, x = (
-        seeded(nn.TransformerDecoderLayer, WIDTH, HEADS, batch_first=True),
-        normal(BATCH, LENGTH, WIDTH),
-    )
+    model = seeded(nn.TransformerDecoderLayer, WIDTH, HEADS, batch_first=True)
+    x = normal(BATCH, LENGTH, WIDTH)
     before = snapshot(model)
-    with (
-        pytest.raises(RuntimeError, match="attn_mask"),
-        capture_attention(model),
-    ):  # and not that nothing was seen
+    # The error is that of the model, not that nothing was seen.
+    with pytest.raises(RuntimeError, match="attn_mask"), capture_attention(model):
         model(x, x, memory_mask=torch.zeros(2, 3, dtype=torch.float64))
     assert snapshot(model) == before
 
@@ -88,14 +83,11 @@ class Careful(nn.Module):
 
 @pytest.mark.parametrize("in_hook", [False, True])
 def test_exception_inside_does_not_confuse_the_names(in_hook):
-    model, x = (
-        nn.Sequential(seeded(Careful), seeded(Attention, F.scaled_dot_product_attention)),
-        normal(BATCH, LENGTH, WIDTH),
-    )
+    model = nn.Sequential(seeded(Careful), seeded(Attention, F.scaled_dot_product_attention))
     if in_hook:
         model[0].attention.register_forward_pre_hook(model[0].fail)
     with capture_attention(model) as calls:
-        model(x)
+        model(normal(BATCH, LENGTH, WIDTH))
     assert [call.module for call in calls] == ["0", "1"]
 
 
@@ -127,9 +119,7 @@ def test_loss_and_gradients_are_the_same_bit_by_bit(family):
 
 
 def test_dropout_is_recorded_and_draws_the_same_numbers():
-    model = seeded(
-        Attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
-    )
+    model = seeded(Attention, partial(F.scaled_dot_product_attention, dropout_p=0.25))
     x = normal(BATCH, LENGTH, WIDTH)
     torch.manual_seed(1)
     plain = model(x)
@@ -147,17 +137,13 @@ def test_gradients_at_the_tensors_of_a_call(family):
     with capture_attention(model) as calls:
         loss = loss_of(family, model)
     for call in calls:
-        inputs = [
-            t for t in (call.query, call.key, call.value) if t.requires_grad
-        ]  # LoRA leaves the first keys frozen
+        # LoRA leaves the first keys frozen.
+        inputs = [t for t in (call.query, call.key, call.value) if t.requires_grad]
         *gradients, at_output = torch.autograd.grad(loss, [*inputs, call.output], retain_graph=True)
         chained = torch.autograd.grad(call.output, inputs, at_output, retain_graph=True)
         assert call.query.requires_grad
         assert all(g.count_nonzero() for g in gradients)
         assert all(torch.equal(a, b) for a, b in zip(gradients, chained, strict=True))
-
-
-# Fast paths, compiled models and checkpointed ones
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -169,18 +155,13 @@ def test_inference_fast_path_is_seen(padded):
     padding[0, -2:] = True
     options = {"src_key_padding_mask": padding} if padded else {}
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        fast = []
-        native = torch._transformer_encoder_layer_fwd
-        patch.setattr(
-            torch,
-            "_transformer_encoder_layer_fwd",
-            lambda *a, **k: (fast.append(1), native(*a, **k))[1],
-        )
+        fast = Mock(wraps=torch._transformer_encoder_layer_fwd)
+        patch.setattr(torch, "_transformer_encoder_layer_fwd", fast)
         expected = model(x, **options)
-        assert len(fast) == 2  # or else there is nothing to test
+        assert fast.call_count == 2  # or else there is nothing to test
         with capture_attention(model) as calls:
             output = model(x, **options)
-        assert len(fast) == 2
+        assert fast.call_count == 2
     assert [call.module for call in calls] == ["layers.0.self_attn", "layers.1.self_attn"]
     torch.testing.assert_close(output[~padding], expected[~padding])
     for call in calls:
@@ -189,10 +170,8 @@ def test_inference_fast_path_is_seen(padded):
 
 
 def test_fast_path_of_attention_alone_is_seen():
-    model, x = (
-        seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True).eval(),
-        normal(BATCH, LENGTH, WIDTH),
-    )
+    model = seeded(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True).eval()
+    x = normal(BATCH, LENGTH, WIDTH)
     with torch.no_grad(), capture_attention(model) as calls:
         model(x, x, x, need_weights=False)
     assert_consistent(calls[0])
@@ -217,9 +196,8 @@ def test_compiled_model_is_seen_and_not_compiled_again(in_place):
     assert before > 0
     with capture_attention(model) as calls:
         captured = loss_of("nanogpt", model)
-    assert [call.module for call in calls] == [
-        f"{'' if in_place else '_orig_mod.'}h.{i}.attn" for i in range(2)
-    ]
+    prefix = "" if in_place else "_orig_mod."
+    assert [call.module for call in calls] == [f"{prefix}h.{i}.attn" for i in range(2)]
     torch.testing.assert_close(captured, loss)
     assert torch.autograd.grad(captured, calls[0].query)[0].count_nonzero()
     loss_of("nanogpt", model)

@@ -20,13 +20,8 @@ from tests.helpers.models import BATCH, LENGTH, WIDTH, loss_of, timm_vit
 
 def test_model_without_forward_raises():
     model = family_model("nanogpt")
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"'h\.0\.attn' \(SelfAttention\).*did not run inside.*Run a forward pass",
-        ),
-        capture_attention(model),
-    ):
+    message = r"'h\.0\.attn' \(SelfAttention\).*did not run inside.*Run a forward pass"
+    with pytest.raises(ValueError, match=message), capture_attention(model):
         pass
 
 
@@ -37,34 +32,24 @@ def test_eager_attention_of_transformers_raises(family):
     model = family_model(family)
     make_eager(model.base_model.model if family == "lora-llama" else model)
     first = CALLS[family][0].replace(".", r"\.")
-    with (
-        pytest.raises(ValueError, match=rf"attention of '{first}'.*attn_implementation=\"sdpa\""),
-        capture_attention(model),
-    ):
+    message = rf"attention of '{first}'.*attn_implementation=\"sdpa\""
+    with pytest.raises(ValueError, match=message), capture_attention(model):
         loss_of(family, model)
 
 
 def test_bloom_raises_kindly():
     model = family_model("bloom")
-    names = ", ".join(
-        rf"'transformer\.h\.{i}\.self_attention' \(BloomAttention\)" for i in range(2)
-    )
-    with (
-        pytest.raises(ValueError, match=rf"{names}.*only eager.*Bloom, cannot be captured"),
-        capture_attention(model),
-    ):
+    names = [rf"'transformer\.h\.{i}\.self_attention' \(BloomAttention\)" for i in range(2)]
+    message = rf"{', '.join(names)}.*only eager.*Bloom, cannot be captured"
+    with pytest.raises(ValueError, match=message), capture_attention(model):
         loss_of("bloom", model)
 
 
 def test_timm_without_fused_attention_raises():
     model = seeded(timm_vit)
     model.blocks[1].attn.fused_attn = False
-    with (
-        pytest.raises(
-            ValueError, match=r"attention of 'blocks\.1\.attn' \(Attention\): .*fused_attn=True"
-        ),
-        capture_attention(model),
-    ):
+    message = r"attention of 'blocks\.1\.attn' \(Attention\): .*fused_attn=True"
+    with pytest.raises(ValueError, match=message), capture_attention(model):
         loss_of("timm_vit", model)
 
 
