@@ -110,8 +110,8 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     mesh = like.device_mesh  # type: ignore[attr-defined]
     placements = [
         p if isinstance(p, Shard) and whole.shape[p.dim] > 1 else Replicate()
-        for p in like.placements
-    ]  # type: ignore[attr-defined]
+        for p in like.placements  # type: ignore[attr-defined]
+    ]
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local(everywhere.redistribute(placements=placements))
 
