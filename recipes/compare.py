@@ -1,16 +1,16 @@
 """A fair comparison of optimizers: equal tuning budgets, paired test seeds, one report.
 
-    python recipes/compare.py                                   the demo: a few minutes on two cores
-    python recipes/compare.py --preset small                    1M and 3M parameters, an hour or two
-    python recipes/compare.py --preset full --workers 16        10M and up, for a real machine
+    python recipes/compare.py                              the demo: a few minutes on two cores
+    python recipes/compare.py --preset shipped             as shipped, only the learning rate tuned
+    python recipes/compare.py --preset small               1M and 3M parameters, an hour or two
+    python recipes/compare.py --preset full --workers 16   10M and up, for a real machine
     python recipes/compare.py --arms adamw block-muon --seeds 8 --budget 10
-    python recipes/compare.py --list                            the arms, and what each is tuned over
-    python recipes/compare.py --help
+    python recipes/compare.py --list                       the arms, and what each is tuned over
 
-Writes `report.html`, which needs nothing else, plots, and a JSONL file a run to
-`results/compare-PRESET`. After a kill or Ctrl-C the same command goes on where it was: finished
-runs are read, not run again, and a run that was cut off goes on from its last checkpoint (one every
-two minutes).
+Writes `report.html`, which needs nothing else, plots, and one JSONL file per run to
+`results/compare-PRESET`. After a kill or Ctrl-C the same command continues where it was: finished
+runs are read, not run again, and a run that was cut off continues from its last checkpoint (one
+every two minutes).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,14 +34,19 @@ from rich.progress import (
 from rich.table import Table
 
 from recipes.common.checkpoints import run_lock
+from recipes.common.errors import MissingPackageError, UsageError, one_line_errors
+from recipes.common.flags import script_parser
 from recipes.common.optimizers import check_optimizer
-from recipes.comparison.arms import ARMS, BASELINE
+from recipes.comparison.arms import ARMS
 from recipes.comparison.report import print_comparison, write_plots, write_report
 from recipes.comparison.rows import Comparison, compared
 from recipes.comparison.run_config import RunConfig
 from recipes.comparison.runs import RunResult, provenance
 from recipes.comparison.studies import Study, presets
 from recipes.comparison.workers import run_study, workers
+from recipes.data.token_data import add_cache_argument
+
+CHANGES = ("seeds", "budget", "steps", "threads", "device")
 
 
 def main() -> None:
@@ -53,18 +59,55 @@ def main() -> None:
         return
     try:
         studies, left_out = chosen_studies(options)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     folder = options.out or Path("results") / f"compare-{options.preset}"
-    command = shlex.join(["python", *sys.argv])
     try:
-        comparisons = compare(studies, left_out, folder, options.workers, console)
+        with one_line_errors():
+            studies = [study.prepared(options.cache) for study in studies]
+            comparisons = compare(studies, left_out, folder, options.workers, console)
     except KeyboardInterrupt:
         console.print("\nStopped. The same command goes on from here.")
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        console.print(f"[red]error:[/red] {error}")
-        raise SystemExit(1) from error
+    show(comparisons, folder, console)
+
+
+def compare(
+    studies: list[Study], left_out: dict[str, str], folder: Path, number: int, console: Console
+) -> list[Comparison]:
+    """Run all studies, one after another: each starts tuning at the best of the one before.
+
+    Args:
+        studies: Prepared studies.
+        left_out: Arms that cannot be run, for the report.
+        folder: Where the files of the runs go, under `runs`.
+        number: How many workers to start.
+        console: Where to draw the progress bar.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    comparisons, best = [], {}
+    with (
+        run_lock(folder),
+        Progress(*columns, *times, console=console) as progress,
+        workers(number, folder / "runs", provenance()) as submit,
+    ):
+        for study in studies:
+            title, total = f"{study.name} parameters, runs", study.runs_per_arm() * len(study.arms)
+            task = progress.add_task(title, total=total)
+
+            def count(config: RunConfig, result: RunResult, task: int = task) -> None:
+                progress.update(task, advance=1, description=f"{config.arm} {result.final:.3f}")
+
+            outcomes = run_study(study, submit, best, count)
+            progress.update(task, description=title)
+            best = {outcome.arm.name: outcome.values for outcome in outcomes}
+            comparisons.append(compared(study, outcomes, left_out))
+    return comparisons
+
+
+def show(comparisons: list[Comparison], folder: Path, console: Console) -> None:
+    """Print tables and sentences; write plots and the report."""
     about = provenance()
     for comparison in comparisons:
         print_comparison(comparison, console)
@@ -72,75 +115,52 @@ def main() -> None:
         other = sum(run.header.get("code") != about["code"] for run in comparison.all_runs())
         if other:
             console.print(
-                f"[yellow]{other} of the runs in {folder} were made by other code than this.[/yellow] Choose another --out to "
-                "do all of them again."
+                f"[yellow]{other} of the runs in {folder} were made by other code than this.[/] "
+                "Choose another --out to do all of them again."
             )
+    command = shlex.join(["python", *sys.argv])
     write_report(comparisons, folder / "report.html", command, about)
     console.print(f"Report: {folder / 'report.html'}")
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", choices=presets(), default="demo", help="default: %(default)s")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        metavar="ARM",
-        help="some of --list; AdamW and what controls are for come too",
-    )
-    parser.add_argument("--seeds", type=int, help="test seeds (default: that of the preset)")
-    parser.add_argument(
-        "--budget", type=int, help="tuning runs an arm (default: that of the preset)"
-    )
-    parser.add_argument(
-        "--steps", type=int, help="of the main length (default: that of the preset)"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=2,
-        help="runs at a time, one process each (default: %(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of each run (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="to train on (default: %(default)s)")
-    parser.add_argument(
-        "--data", help="as in recipes/data.py (default: that of the preset, stdlib)"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        help="folder for tokens (default: $BLOCKOPT_CACHE or ~/.cache/blockopt)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder of the report (default: results/compare-PRESET)"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="list the arms and their search spaces, and stop"
-    )
+    """Return the parser of the flags."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--preset", choices=presets(), default="demo", help="what to compare")
+    arms = "some of --list; AdamW and what controls are for come too"
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help=arms)
+    parser.add_argument("--seeds", type=int, help="test seeds (default: the preset's)")
+    parser.add_argument("--budget", type=int, help="tuning runs per arm (default: the preset's)")
+    parser.add_argument("--steps", type=int, help="the main length (default: the preset's)")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
+    parser.add_argument("--device", default="cpu", help="where to train")
+    data = "as for recipes/prepare_data.py (default: the preset's, mostly stdlib)"
+    parser.add_argument("--data", help=data)
+    add_cache_argument(parser)
+    parser.add_argument("--out", type=Path, help="folder (default: results/compare-PRESET)")
+    parser.add_argument("--list", action="store_true", help="list the arms and their search spaces")
     return parser
 
 
 def chosen_studies(options: argparse.Namespace) -> tuple[list[Study], dict[str, str]]:
-    """The studies with what the flags change, and the arms that cannot be run, with the reason.
+    """Return the studies with what the flags change, and why other arms cannot be run.
 
     Raises:
-        ValueError: If a flag is out of range, or names an unknown arm or an arm whose package is
-            not installed.
+        ValueError: If a flag is out of range, or names an unknown arm or one whose package is
+            missing.
     """
     if options.workers < 1:
-        raise ValueError(f"Invalid --workers {options.workers}. Must be >= 1.")
+        raise UsageError(f"Invalid --workers {options.workers}. Must be >= 1.")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises depends on its build
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"Invalid --device {options.device}: {reason}") from error
     studies, left_out = [], {}
     for study in presets()[options.preset]:
-        changes = {
-            name: getattr(options, name)
-            for name in ("seeds", "budget", "steps", "threads", "device")
-        }
-        study = replace(
-            study, **{name: value for name, value in changes.items() if value is not None}
-        )
+        changes = {name: getattr(options, name) for name in CHANGES}
+        study = replace(study, **{n: value for n, value in changes.items() if value is not None})
         if options.data is not None:
             study = replace(study, data=replace(study.data, source=options.data))
         if options.arms is not None:
@@ -150,65 +170,22 @@ def chosen_studies(options: argparse.Namespace) -> tuple[list[Study], dict[str, 
             try:
                 check_optimizer(ARMS[arm].optimizer)
                 runnable.append(arm)
-            except ModuleNotFoundError as error:
+            except MissingPackageError as error:
                 if options.arms is not None:
-                    raise ValueError(str(error)) from error
+                    raise UsageError(str(error)) from error
                 left_out[arm] = str(error)
-        needed = [BASELINE, *(base for arm in runnable if (base := ARMS[arm].base) is not None)]
-        runnable = list(dict.fromkeys([*(arm for arm in needed if arm not in runnable), *runnable]))
-        studies.append(replace(study, arms=tuple(runnable)).prepared(options.cache))
+        bases = (ARMS[arm].base for arm in runnable)
+        needed = [study.baseline, *(base for base in bases if base is not None)]
+        needed = [arm for arm in needed if arm not in runnable]
+        studies.append(replace(study, arms=tuple(dict.fromkeys([*needed, *runnable]))))
     return studies, left_out
-
-
-def compare(
-    studies: list[Study], left_out: dict[str, str], folder: Path, number: int, console: Console
-) -> list[Comparison]:
-    """Run all studies, one after another: each starts tuning at the best of the one before.
-
-    Args:
-        studies: Prepared ones.
-        left_out: Arms that cannot be run, for the report.
-        folder: Where the files of the runs go, under `runs`.
-        number: Of workers.
-        console: To draw the progress bar on.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    about, comparisons, best = provenance(), [], {}
-    with (
-        run_lock(folder),
-        Progress(*columns, console=console) as progress,
-        workers(number, folder / "runs", about) as submit,
-    ):
-        for study in studies:
-            task = progress.add_task(
-                f"{study.name} parameters, runs", total=study.runs_per_arm() * len(study.arms)
-            )
-
-            def show(config: RunConfig, result: RunResult, task: int = task) -> None:
-                progress.update(task, advance=1, description=f"{config.arm} {result.final:.3f}")
-
-            outcomes = run_study(study, submit, best, show)
-            progress.update(task, description=f"{study.name} parameters, runs")
-            best = {outcome.arm.name: outcome.values for outcome in outcomes}
-            comparisons.append(compared(study, outcomes, left_out))
-    return comparisons
 
 
 def list_arms(console: Console) -> None:
     """Print every arm and its search space."""
     table = Table("arm", "what it is", "tuned over: start (factor)")
     for arm in ARMS.values():
-        table.add_row(
-            arm.name,
-            arm.about,
-            ", ".join(f"{axis.name} {axis.start:g} (×{axis.factor:g})" for axis in arm.space),
-        )
+        table.add_row(arm.name, arm.about, ", ".join(map(str, arm.space)))
     console.print(table)
 
 

@@ -149,7 +149,6 @@ def _arms() -> dict[str, Arm]:
 
 
 ARMS = _arms()
-BASELINE = "adamw"
 
 
 def build(

@@ -18,14 +18,13 @@ import blockopt
 from blockopt.blocks import Blocks
 from blockopt.blocks.groups import block_groups
 from blockopt.blocks.split import block_numel
+from blockopt.checks import check_choice
 
-SHUFFLE_SEED = (
-    0  # one assignment for all runs: the learning rate is tuned for the very places that are tested
-)
+SHUFFLE_SEED = 0  # for all runs: the learning rate is tuned for the very places that are tested
 
 
 def role_cycle(roles: list[str], seed: int) -> dict[str, str]:
-    """A random assignment of each role to another one, in a single cycle: none keeps its own.
+    """Assign each role to another one at random, in a single cycle, so that none keeps its own.
 
     Example:
         >>> role_cycle(["query", "key"], seed=0)
@@ -48,12 +47,13 @@ def shuffle_roles(
     Args:
         values: `{parameter name: tensor of num_blocks}`, curvature or scales.
         model: The model.
-        seed: Of the cycle of roles.
+        seed: Decides the cycle of roles.
         blocks: What `find_blocks(model)` returns; found here by default.
     """
     blocks = blockopt.find_blocks(model) if blocks is None else blocks
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    labels, groups = block_groups(blocks, "role")
+    found, groups = block_groups(blocks, "role")
+    labels = [str(group) for group in found]
     group = torch.cat([groups[name] for name in blocks])
     weight = torch.cat(
         [block_numel(shapes[name], entry.split).double() for name, entry in blocks.items()]
@@ -68,20 +68,19 @@ def shuffle_roles(
 def controlled(
     scales: Mapping[str, Tensor], model: nn.Module, control: str, seed: int
 ) -> dict[str, Tensor]:
-    """Fixed scales, shuffled among roles or inverted (`1 / scale`), with a geometric mean of 1 over all weights.
+    """Return scales shuffled among roles or inverted, with a geometric mean of 1 over all weights.
 
     Raises:
         ValueError: If `control` is neither "shuffled" nor "inverted".
     """
-    if control not in ("shuffled", "inverted"):
-        raise ValueError(f"Invalid control={control!r}. Must be 'shuffled' or 'inverted'.")
+    check_choice("control", control, ("shuffled", "inverted"))
     values = shuffle_roles(scales, model, seed) if control == "shuffled" else scales
     power = 1.0 if control == "shuffled" else -1.0
     return blockopt.block_scales(values, model, power=power, bounds=(1e-3, 1e3))
 
 
 class ShuffledBlockLR(blockopt.BlockLR):
-    """`BlockLR` that measures as usual and then gives each role the curvature of another one, the same in all runs."""
+    """A `BlockLR` that gives each role the curvature of another one, the same in all runs."""
 
     def _measure(self, losses: Any, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         return shuffle_roles(super()._measure(losses, blocks), self._model, SHUFFLE_SEED, blocks)

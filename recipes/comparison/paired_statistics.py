@@ -1,4 +1,4 @@
-"""Means with standard errors, paired differences with confidence intervals, and steps to a target loss.
+"""Means with standard errors, paired differences with intervals, and steps to a target loss.
 
 Nothing here needs scipy: the number of seeds is an integer, for which Student's distribution is a
 finite sum.
@@ -29,6 +29,13 @@ class Estimate(NamedTuple):
     high: float
     count: int
 
+    def at(self, confidence: float) -> Estimate:
+        """Return the same mean with the t interval of another confidence."""
+        if math.isnan(self.error):
+            return self
+        half = student_quantile(0.5 + confidence / 2, self.count - 1) * self.error
+        return self._replace(low=self.mean - half, high=self.mean + half)
+
 
 class Crossing(NamedTuple):
     """The number of steps at which a loss is reached.
@@ -36,7 +43,7 @@ class Crossing(NamedTuple):
     Attributes:
         steps: Interpolated between two lengths; the shortest or longest length if it lies outside
             of them.
-        kind: "at", "before" (already the shortest run that did not diverge is better) or "after"
+        kind: "at", "before" (the shortest run that did not diverge is already better) or "after"
             (not even the longest run reaches it).
     """
 
@@ -45,7 +52,7 @@ class Crossing(NamedTuple):
 
 
 def student_cdf(t: float, degrees: int) -> float:
-    """P(T <= t) for Student's t with an integer number of degrees of freedom, by Abramowitz and Stegun 26.7.3 and 26.7.4.
+    """Return P(T <= t) of Student's t, by Abramowitz and Stegun 26.7.3 and 26.7.4.
 
     Example:
         >>> student_cdf(1.0, 1)
@@ -67,7 +74,7 @@ def student_cdf(t: float, degrees: int) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """The t with P(T <= t) = `probability`, by bisection.
+    """Return the t with P(T <= t) = `probability`, by bisection.
 
     Example:
         >>> round(student_quantile(0.975, 7), 4)
@@ -87,7 +94,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Mean, standard error and t interval of independent values; infinite values (diverged runs) make the mean infinite.
+    """Return mean, standard error and t interval; values of diverged runs make the mean infinite.
 
     Example:
         >>> estimate([1.0, 2.0, 3.0]).mean
@@ -100,19 +107,18 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     if count == 1 or not math.isfinite(mean):
         return Estimate(mean, math.nan, math.nan, math.nan, count)
     error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    half = student_quantile(0.5 + confidence / 2, count - 1) * error
-    return Estimate(mean, error, mean - half, mean + half, count)
+    return Estimate(mean, error, mean, mean, count).at(confidence)
 
 
 def paired_difference(
     values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
 ) -> Estimate:
-    """Estimate of `values - baseline`, seed by seed: what the seed does to both cancels.
+    """Estimate `values - baseline` seed by seed, so that what a seed does to both cancels.
 
     Args:
         values: `{seed: loss}`.
-        baseline: The same seeds.
-        confidence: Of the interval.
+        baseline: The same for the baseline.
+        confidence: Confidence of the interval.
 
     Raises:
         ValueError: If the seeds differ.
@@ -123,18 +129,15 @@ def paired_difference(
     """
     if values.keys() != baseline.keys():
         raise ValueError(
-            f"Invalid seeds {sorted(values)} against {sorted(baseline)}. Paired runs must have the same."
+            f"Invalid seeds {sorted(values)} against {sorted(baseline)}. Must be the same."
         )
-    seeds = [seed for seed in values if math.isfinite(baseline[seed])]
-    if len(seeds) < len(values):
-        return Estimate(
-            math.nan, math.nan, math.nan, math.nan, len(values)
-        )  # nothing to compare with
-    return estimate([values[seed] - baseline[seed] for seed in seeds], confidence)
+    if not all(map(math.isfinite, baseline.values())):  # there is nothing to compare with
+        return Estimate(math.nan, math.nan, math.nan, math.nan, len(values))
+    return estimate([values[seed] - baseline[seed] for seed in values], confidence)
 
 
 def verdict(difference: Estimate) -> str:
-    """What an interval of the difference to the baseline says: "better", "worse", "unclear", or "diverged".
+    """Return what an interval says: "better", "worse", "unclear" or "diverged".
 
     Example:
         >>> verdict(estimate([-0.1, -0.11, -0.12]))
@@ -148,7 +151,7 @@ def verdict(difference: Estimate) -> str:
 
 
 def p_value(difference: Estimate) -> float:
-    """Of the two-sided t test that the mean is zero; 1 where there is no interval.
+    """Return the p value of the two-sided t test that the mean is zero; 1 without an interval.
 
     Example:
         >>> round(p_value(estimate([0.1, 0.2, 0.3])), 4)
@@ -161,27 +164,40 @@ def p_value(difference: Estimate) -> float:
     return 2 * (1 - student_cdf(abs(difference.mean / difference.error), difference.count - 1))
 
 
-def holm(p_values: Mapping[str, float], level: float = 0.05) -> list[str]:
-    """Names of the tests that reject when all of them together may err with probability `level` (Holm 1979).
+def holm_levels(p_values: Mapping[str, float], level: float = 0.05) -> dict[str, float]:
+    """Return a level for each test so that all together err with probability `level` (Holm 1979).
 
     Example:
-        >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
-        ['a']
+        >>> holm_levels({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.016666666666666666, 'c': 0.025, 'b': 0.025}
     """
-    rejected = []
+    levels: dict[str, float] = {}
+    failed = False
     for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        if p > level / (len(p_values) - done):
-            break
-        rejected.append(name)
-    return rejected
+        if not failed:  # after the first test that does not reject, none does
+            current = level / (len(p_values) - done)
+            failed = p > current
+        levels[name] = current
+    return levels
+
+
+def verdicts(differences: Mapping[str, Estimate]) -> dict[str, str]:
+    """Return what each difference says, with intervals that are corrected for their number.
+
+    Example:
+        >>> differences = {"a": estimate([-0.1, -0.2, -0.3]), "b": estimate([-0.1, -0.11, -0.12])}
+        >>> verdicts(differences)
+        {'b': 'better', 'a': 'unclear'}
+    """
+    levels = holm_levels({name: p_value(value) for name, value in differences.items()})
+    return {name: verdict(differences[name].at(1 - level)) for name, level in levels.items()}
 
 
 def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
-    """Steps that a run of its own length, with its own decay to zero, would need to end at `target`.
+    """Return the steps of a whole run, with its own decay to zero, that ends at `target`.
 
-    Between the two neighbouring lengths the final loss is taken to be linear in the logarithm of
-    the number of steps. It is never a point inside of a longer run, whose learning rate has not
-    come down yet.
+    Between neighbouring lengths the final loss is taken to be linear in the logarithm of the number
+    of steps. It is never a point inside a longer run, whose learning rate has not come down yet.
 
     Args:
         losses: `{steps of a whole run: its final loss}`.
@@ -201,19 +217,17 @@ def steps_to_target(losses: Mapping[int, float], target: float) -> Crossing:
     for short, long in itertools.pairwise(lengths):
         if losses[long] <= target:  # so the shorter one is above
             drop = losses[short] - losses[long]
-            if not math.isfinite(
-                drop
-            ):  # the shorter run diverged: where between the two it is reached is not known
+            if not math.isfinite(drop):  # the shorter run diverged, so only a bound is known
                 return Crossing(long, "before")
             return Crossing(short * (long / short) ** ((losses[short] - target) / drop), "at")
     return Crossing(lengths[-1], "after")
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> tuple[Estimate, str]:
-    """Estimate of the logarithm of the steps over seeds, and its kind: "at" only if each seed's is.
+    """Estimate the logarithm of the steps over seeds, and return its kind, too.
 
-    Where some seeds do not reach the target the mean is a bound on one side: "after" (at least that
-    many) or "before" (at most); with both among the seeds it is "mixed".
+    The kind is "at" only if that of every seed is. Where some seeds do not reach the target, the
+    mean is a bound: "after" (at least that many) or "before" (at most), or both, "mixed".
     """
     kinds = {crossing.kind for crossing in crossings} - {"at"}
     kind = kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "at"

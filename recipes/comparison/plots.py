@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from blockopt.blocks import ROLES
-from recipes.comparison.arms import BASELINE
 from recipes.comparison.paired_statistics import estimate
-from recipes.comparison.rows import Comparison, Row
+from recipes.comparison.rows import Comparison, Row, finals
 
 WIDTH = 5.2  # inches: 10 point text is then 10 pixels on a screen of 375
 MOST_CURVES = 7
@@ -30,50 +30,82 @@ class Theme(NamedTuple):
     better: str
     worse: str
     neutral: str
+    ours: str
 
 
-LIGHT = Theme("#ffffff", "#1f2328", "#d0d7de", "#1a7f37", "#cf222e", "#6e7781")
-DARK = Theme("#161b22", "#e6edf3", "#30363d", "#3fb950", "#ff7b72", "#8b949e")
+LIGHT = Theme("#ffffff", "#1f2328", "#d0d7de", "#1a7f37", "#cf222e", "#6e7781", "#0969da")
+DARK = Theme("#161b22", "#e6edf3", "#30363d", "#3fb950", "#ff7b72", "#8b949e", "#4493f8")
 
 
 def plots(comparison: Comparison) -> dict[str, Callable[[Theme], Figure]]:
-    """Those plots that the comparison has data for, by file name."""
-    chosen = {"differences": differences, "curves": curves}
-    if any(row.steps is not None for row in comparison.rows):
-        chosen["steps"] = steps_bars
-    chosen["memory"] = memory
-    if any(_scales(row) for row in comparison.rows):
-        chosen["scales"] = scales
-    chosen["tuning"] = tuning
+    """Return the plots that the comparison has data for, by file name."""
+    rows = comparison.rows
+    chosen = {"headline": headline, "differences": differences, "curves": curves}
+    chosen |= {"steps": steps_bars} if any(row.steps is not None for row in rows) else {}
+    chosen |= {"memory": memory}
+    chosen |= {"scales": scales} if any(_scales(row) for row in rows) else {}
+    chosen |= {"tuning": tuning}
     return {
         name: (lambda theme, draw=draw: draw(comparison, theme)) for name, draw in chosen.items()
     }
 
 
+def headline(comparison: Comparison, theme: Theme) -> Figure:
+    """Draw the final loss of each optimizer as a bar with its 95 % interval, ours in one colour."""
+    study = comparison.study
+    rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
+    rows = [row for row in rows if row.outcome.arm.control is None][::-1]
+    figure, (axes,) = _figure(theme, 1, 1.5 + 0.33 * len(rows))
+    ends = [
+        (row.loss.mean, row.loss.mean) if math.isnan(row.loss.low) else row.loss[2:4]
+        for row in rows
+    ]
+    low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=1.0)
+    start = math.floor(5 * (low - 0.35 * (high - low))) / 5  # bars from 0 would all look alike
+    for height, (row, (left, right)) in enumerate(zip(rows, ends)):
+        color = theme.ours if row.outcome.arm.ours else theme.neutral
+        axes.barh(height, row.loss.mean - start, left=start, height=0.72, color=color)
+        axes.plot([left, right], [height, height], color=theme.text, linewidth=1.4)
+        text = f" {row.loss.mean:.2f}"
+        axes.text(right, height, text, va="center", color=theme.text, fontsize=9)
+    axes.set_yticks(range(len(rows)), [row.outcome.arm.title for row in rows])
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(start, high + 0.12 * (high - start))
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    unit = "byte" if study.data.tokenizer == "bytes" else "token"
+    axes.set_xlabel(
+        f"loss on held-out data, nats per {unit} (axis starts at {start:g})", fontsize=9
+    )
+    data = {"stdlib": "Python's standard library"}.get(study.data.source, study.data.source)
+    size = f"GPT-2 of {study.name} parameters, {study.steps:,} steps, {study.seeds} seeds"
+    title = f"Language modelling on {data}: lower is better\n{size}, 95 % intervals"
+    axes.set_title(title, color=theme.text, fontsize=10, loc="left", x=0.0)
+    marks = {"blockopt": theme.ours, "others": theme.neutral}
+    handles = [Patch(color=color, label=label) for label, color in marks.items()]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=2,
+        fontsize=9,
+        frameon=False,
+        labelcolor=theme.text,
+    )
+    return figure
+
+
 def differences(comparison: Comparison, theme: Theme) -> Figure:
-    """Difference to AdamW with its interval, one line an arm."""
+    """Draw the difference to AdamW with its interval, one line per arm."""
     rows = [row for row in comparison.rows if math.isfinite(row.difference.mean)][::-1]
     figure, (axes,) = _figure(theme, 1, 0.9 + 0.28 * len(rows))
+    base = finals(comparison.baseline.outcome, comparison.study.steps)
     for height, row in enumerate(rows):
-        seeds = [r.final for r in row.outcome.tests[comparison.study.steps].values()]
-        base = [
-            r.final for r in comparison.row(BASELINE).outcome.tests[comparison.study.steps].values()
-        ]
+        seeds = finals(row.outcome, comparison.study.steps)
         color = {"better": theme.better, "worse": theme.worse}.get(row.verdict, theme.neutral)
-        axes.plot(
-            [a - b for a, b in zip(seeds, base)],
-            [height] * len(seeds),
-            ".",
-            color=color,
-            alpha=0.35,
-        )
+        dots = [seeds[seed] - base[seed] for seed in seeds]
+        axes.plot(dots, [height] * len(dots), ".", color=color, alpha=0.35)
         if not math.isnan(row.difference.low):
-            axes.plot(
-                [row.difference.low, row.difference.high],
-                [height, height],
-                color=color,
-                linewidth=2.5,
-            )
+            interval = [row.difference.low, row.difference.high]
+            axes.plot(interval, [height, height], color=color, linewidth=2.5)
         axes.plot(row.difference.mean, height, "o", color=color)
     axes.axvline(0, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
@@ -86,10 +118,10 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
 
 
 def curves(comparison: Comparison, theme: Theme) -> Figure:
-    """Training loss at the main length: mean over test seeds and one standard error, smoothed over a twentieth of the run."""
+    """Draw the training loss, smoothed over a twentieth of the run, with one standard error."""
     rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
     shown = rows[:MOST_CURVES]
-    shown += [row for row in rows[MOST_CURVES:] if row.name == BASELINE]
+    shown += [row for row in rows[MOST_CURVES:] if row.verdict == "baseline"]
     figure, (axes,) = _figure(theme, 1, 3.4 + 0.1 * len(shown))
     top = 0.0
     for row, color in zip(shown, itertools.cycle(colormaps["tab10"].colors)):  # type: ignore[attr-defined]
@@ -103,16 +135,10 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
         steps = range(1, len(points) + 1)
         means = [point.mean for point in points]
         errors = [0.0 if math.isnan(point.error) else point.error for point in points]
-        width = 2.4 if row.name == BASELINE else 1.3
-        style = "--" if row.name == BASELINE else "-"
+        style, width = ("--", 2.4) if row.verdict == "baseline" else ("-", 1.3)
         axes.plot(steps, means, style, color=color, linewidth=width, label=row.name)
-        axes.fill_between(
-            steps,
-            [m - e for m, e in zip(means, errors)],
-            [m + e for m, e in zip(means, errors)],
-            color=color,
-            alpha=0.2,
-        )
+        below, above = ([m + s * e for m, e in zip(means, errors)] for s in (-1, 1))
+        axes.fill_between(steps, below, above, color=color, alpha=0.2)
         top = max(top, means[len(means) // 5])
     low, _ = axes.get_ylim()
     if top > low:
@@ -123,7 +149,7 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
 
 
 def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
-    """Steps to AdamW's loss as a part of AdamW's steps; hatched where only a bound is known."""
+    """Draw the steps to AdamW's loss as a part of AdamW's; hatched where only a bound is known."""
     rows = [row for row in comparison.rows if row.steps is not None][::-1]
     figure, (axes,) = _figure(theme, 1, 0.9 + 0.28 * len(rows))
     for height, row in enumerate(rows):
@@ -131,81 +157,55 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         assert steps is not None
         exact = steps.kind == "at"
         color = {"fewer": theme.better, "more": theme.worse}.get(steps.verdict, theme.neutral)
-        axes.barh(
-            height,
-            steps.part,
-            color=color if exact else "none",
-            edgecolor=color,
-            hatch=None if exact else "////",
-        )
+        style = {"color": color} if exact else {"color": "none", "hatch": "////"}
+        axes.barh(height, steps.part, edgecolor=color, **style)
         if not math.isnan(steps.low):
-            axes.plot(
-                [steps.low, min(steps.high, 3.0)], [height, height], color=theme.text, linewidth=1.2
-            )
+            interval = [steps.low, min(steps.high, 3.0)]
+            axes.plot(interval, [height, height], color=theme.text, linewidth=1.2)
         end = steps.part if math.isnan(steps.high) else max(steps.part, min(steps.high, 3.0))
         axes.text(end + 0.02, height, f" {steps}", va="center", color=theme.text, fontsize=8)
     axes.axvline(1, color=theme.text, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.margins(x=0.15)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set(
-        xlabel="steps to AdamW's loss / AdamW's steps\n(> : reached by no seed; ≥ : not by all)"
-    )
+    signs = "(> : reached by no seed; ≥ : not by all)"
+    axes.set(xlabel=f"steps to AdamW's loss / AdamW's steps\n{signs}")
     return figure
 
 
 def memory(comparison: Comparison, theme: Theme) -> Figure:
-    """Loss with its standard error against bytes of optimizer state."""
+    """Draw the loss with its standard error against bytes of optimizer state."""
     rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
     figure, (axes,) = _figure(theme, 1, 3.2 + 0.1 * len(rows))
     markers = itertools.cycle("os^vDPX<>p*h")
     colors = itertools.cycle(colormaps["tab20"].colors)  # type: ignore[attr-defined]
     for row, marker, color in zip(rows, markers, colors):
         error = 0.0 if math.isnan(row.loss.error) else row.loss.error
-        axes.errorbar(
-            row.state_bytes,
-            row.loss.mean,
-            error,
-            fmt=marker,
-            color=color,
-            label=row.name,
-            markersize=7,
-        )
-    axes.set(xlabel="optimizer state, bytes a parameter", ylabel="loss on held-out data")
+        style = {"fmt": marker, "color": color, "markersize": 7}
+        axes.errorbar(row.state_bytes, row.loss.mean, error, label=row.name, **style)
+    axes.set(xlabel="optimizer state, bytes per parameter", ylabel="loss on held-out data")
     _legend(figure, axes, theme)
     return figure
 
 
 def scales(comparison: Comparison, theme: Theme) -> Figure:
-    """Block scales over the run: geometric mean over test seeds, one panel an arm, one colour a role."""
+    """Draw block scales over the run: geometric mean over test seeds, one panel per arm."""
     rows = [row for row in comparison.rows if _scales(row)]
     columns = 1 if len(rows) < 3 else 2
     figure, panels = _figure(theme, len(rows), 2.0 / columns + 0.6 / len(rows), columns)
     colors: Any = colormaps["tab20"].colors  # type: ignore[attr-defined]
     for row, axes in zip(rows, panels):
-        runs = [
-            dict(result.scales)
-            for result in row.outcome.tests[comparison.study.steps].values()
-            if result.scales
-        ]
+        results = row.outcome.tests[comparison.study.steps].values()
+        runs = [dict(result.scales) for result in results if result.scales]
         steps = sorted(set.intersection(*(set(run) for run in runs)))
-        roles = sorted(
-            {role for run in runs for found in run.values() for role in found}, key=ROLES.index
-        )
-        for role in roles:
+        roles = {role for run in runs for found in run.values() for role in found}
+        for role in sorted(roles, key=ROLES.index):
             logs = [fmean(math.log(run[step][role]) for run in runs) for step in steps]
-            axes.plot(
-                steps,
-                [math.exp(log) for log in logs],
-                color=colors[ROLES.index(role)],
-                label=role,
-                linewidth=1.6,
-            )
+            style = {"color": colors[ROLES.index(role)], "linewidth": 1.6}
+            axes.plot(steps, [math.exp(log) for log in logs], label=role, **style)
         axes.set_yscale("log")
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            ticks(
-                lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""
-            )  # few, and without powers of ten
+            ticks(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")  # a few only
         axes.set_title(row.name, color=theme.text, fontsize=9 if columns == 1 else 7.5)
     for axes in panels[-columns:]:
         axes.set_xlabel("step")
@@ -215,40 +215,27 @@ def scales(comparison: Comparison, theme: Theme) -> Figure:
 
 
 def tuning(comparison: Comparison, theme: Theme) -> Figure:
-    """Every tuning run by its learning rate, and the best loss found at each; the chosen one is ringed."""
+    """Draw every tuning run by its learning rate, with a ring around the chosen one."""
     columns = 2
     rows = comparison.rows
     number = math.ceil(len(rows) / columns)
     figure, panels = _figure(theme, len(rows), 1.35 * number / len(rows) + 0.25, columns)
-    trials = [
-        trial.loss
-        for row in rows
-        for trial in row.outcome.tuned.trials
-        if math.isfinite(trial.loss)
-    ]
+    losses = [trial.loss for row in rows for trial in row.outcome.tuned.trials]
+    trials = [loss for loss in losses if math.isfinite(loss)]
     for row, axes in zip(rows, panels):
         tuned = row.outcome.tuned
-        tried = [
-            (trial.values["lr"], trial.loss) for trial in tuned.trials if math.isfinite(trial.loss)
-        ]
-        lost = [trial.values["lr"] for trial in tuned.trials if not math.isfinite(trial.loss)]
+        tried = [(t.values["lr"], t.loss) for t in tuned.trials if math.isfinite(t.loss)]
+        lost = [t.values["lr"] for t in tuned.trials if not math.isfinite(t.loss)]
         best: dict[float, float] = {}
         for rate, loss in tried:
             best[rate] = min(loss, best.get(rate, math.inf))
-        axes.plot(
-            sorted(best), [best[rate] for rate in sorted(best)], color=theme.neutral, linewidth=1
-        )
+        rates = sorted(best)
+        axes.plot(rates, [best[rate] for rate in rates], color=theme.neutral, linewidth=1)
         axes.plot([rate for rate, _ in tried], [loss for _, loss in tried], ".", color=theme.text)
         axes.plot(lost, [max(trials, default=1.0)] * len(lost), "x", color=theme.worse)
         if math.isfinite(tuned.loss):
-            axes.plot(
-                tuned.best["lr"],
-                tuned.loss,
-                "o",
-                markersize=9,
-                markerfacecolor="none",
-                color=theme.better,
-            )
+            ring = {"markersize": 9, "markerfacecolor": "none", "color": theme.better}
+            axes.plot(tuned.best["lr"], tuned.loss, "o", **ring)
         axes.set_xscale("log")
         axes.set_title(row.name, color=theme.text, fontsize=8)
         if trials:
@@ -266,10 +253,9 @@ def _scales(row: Row) -> bool:
 def _figure(
     theme: Theme, panels: int, height: float, columns: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of panels, `height` inches for each, in the colours of the theme."""
-    figure = Figure(
-        figsize=(WIDTH, height * panels), layout="constrained", facecolor=theme.background
-    )
+    """Return a figure of panels, `height` inches for each, in the colours of the theme."""
+    size = (WIDTH, height * panels)
+    figure = Figure(figsize=size, layout="constrained", facecolor=theme.background)
     rows = math.ceil(panels / columns)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=columns > 1).flatten()
     for axes in grid[panels:]:
@@ -288,10 +274,9 @@ def _figure(
 
 
 def _legend(figure: Figure, axes: Axes, theme: Theme, columns: int = 2) -> None:
-    """Above the plot, where it hides nothing."""
+    """Put a legend above the plot, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:  # none if all runs diverged
-        colors = {"labelcolor": theme.text, "facecolor": theme.background, "edgecolor": theme.grid}
-        figure.legend(
-            handles, labels, loc="outside upper center", ncols=columns, fontsize=8, **colors
-        )
+        style = {"labelcolor": theme.text, "facecolor": theme.background, "edgecolor": theme.grid}
+        style |= {"loc": "outside upper center", "ncols": columns, "fontsize": 8}
+        figure.legend(handles, labels, **style)

@@ -1,4 +1,4 @@
-"""The table in the terminal, the plots as PNG files, and one self-contained `report.html` to send to a colleague."""
+"""The table in the terminal, the plots as PNG files, and one self-contained `report.html`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,46 @@ from recipes.comparison.plots import DARK, LIGHT, plots
 from recipes.comparison.rows import Comparison, Row
 from recipes.comparison.run_loop import CLIP, WARMUP
 from recipes.comparison.runs import RunResult
-from recipes.comparison.summary import caveats, cells, hyperparameters, pair_cells, sentences
-from recipes.comparison.tuning import Axis
+from recipes.comparison.studies import Study
+from recipes.comparison.summary import (
+    caveats,
+    cells,
+    hyperparameters,
+    pair_cells,
+    sentences,
+    tuned_axes,
+)
 
 COLORS = {"better": "green", "worse": "red", "diverged": "red", "baseline": "bold"}
 CAPTIONS = {
-    "differences": "Final loss minus AdamW's with the same seed: mean, 95 % interval, and each seed as a dot. Left is better.",
-    "curves": "Training loss at the main length, mean over test seeds with one standard error: the seven arms of lowest loss "
-    "and AdamW. Only the end of each curve is compared: before it, learning rates have not come down yet.",
-    "steps": "Steps that a run of its own length needs to end at AdamW's loss, as a part of AdamW's. Hatched: only a bound. "
-    "Green and red: fewer and more steps than AdamW, beyond the interval.",
+    "headline": "Final loss on held-out data: mean over test seeds with its 95 % interval.",
+    "differences": "Final loss minus AdamW's with the same seed: mean, 95 % interval, and each "
+    "seed as a dot. Left is better. Colours: the interval excludes zero after the correction for "
+    "the number of arms.",
+    "curves": "Training loss at the main length, mean over test seeds with one standard error: "
+    "the seven arms of lowest loss and AdamW. Only the end of each curve is compared: before it, "
+    "learning rates have not come down yet.",
+    "steps": "Steps that a run of its own length needs to end at AdamW's loss, as a part of "
+    "AdamW's. Hatched: only a bound. Green and red: fewer and more steps, beyond the interval.",
     "memory": "Loss against the memory of the optimizer's state.",
     "scales": "Block scales over the run, by role: what curvature gave each kind of block.",
-    "tuning": "Tuning runs by learning rate, the worst tenth cut off. A ring marks the chosen one, a cross one that diverged.",
+    "tuning": "Tuning runs by learning rate, without the worst tenth. A ring marks the chosen "
+    "one, a cross one that diverged.",
 }
 STYLE = """
-:root { color-scheme: light dark; --bg: #ffffff; --fg: #1f2328; --soft: #59636e; --line: #d0d7de; --card: #f6f8fa;
-  --better: #1a7f37; --worse: #cf222e; }
-@media (prefers-color-scheme: dark) { :root { --bg: #0d1117; --fg: #e6edf3; --soft: #9198a1; --line: #30363d;
-  --card: #161b22; --better: #3fb950; --worse: #ff7b72; } }
+:root { color-scheme: light dark; --bg: #ffffff; --fg: #1f2328; --soft: #59636e; --line: #d0d7de;
+  --card: #f6f8fa; --better: #1a7f37; --worse: #cf222e; }
+@media (prefers-color-scheme: dark) { :root { --bg: #0d1117; --fg: #e6edf3; --soft: #9198a1;
+  --line: #30363d; --card: #161b22; --better: #3fb950; --worse: #ff7b72; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--bg); color: var(--fg);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
-.soft { color: var(--soft); } .better { color: var(--better); } .worse, .diverged { color: var(--worse); }
-.summary { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .5rem 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; }
+h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
+.soft { color: var(--soft); } .better { color: var(--better); }
+.worse, .diverged { color: var(--worse); }
+.summary { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: .5rem 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; white-space: nowrap; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }
@@ -69,14 +84,9 @@ HEADINGS = (
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print table and summary: within 80 columns for short names of arms, within 100 for the longest."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        title=_title(comparison),
-        title_justify="left",
-    )
+    """Print table and summary, within 100 columns."""
+    style = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
+    table = Table(title=_title(comparison), title_justify="left", **style)
     for heading in ("arm", "loss", "minus AdamW", "steps", "grads", "secs", "bytes"):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for row in comparison.rows:
@@ -88,7 +98,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def _title(comparison: Comparison) -> str:
     study = comparison.study
-    return f"{study.name} parameters, {study.steps} steps, {study.seeds} test seeds, {study.budget} tuning runs an arm"
+    seeds, tuning = f"{study.seeds} test seeds", f"{study.budget} tuning runs per arm"
+    return f"{study.name} parameters, {study.steps} steps, {seeds}, {tuning}"
 
 
 def write_plots(comparison: Comparison, folder: Path) -> list[Path]:
@@ -107,9 +118,9 @@ def write_report(
     """Write one HTML file with everything in it: no network, no script, images inline.
 
     Args:
-        comparisons: One a model size, smallest first.
+        comparisons: One per model size, smallest first.
         path: The file.
-        command: What was run, to run it again.
+        command: The command to run it again.
         about: What `provenance` returns.
     """
     title = "Optimizers compared"
@@ -124,9 +135,8 @@ def write_report(
         parts.append(f"<h2>{_escaped(_title(comparison))}</h2>")
         parts.append(_summary(comparison))
     for comparison in comparisons:
-        parts.append(
-            f"<h2>Results, {_escaped(comparison.study.name)} parameters</h2>{_main_table(comparison)}"
-        )
+        name = _escaped(comparison.study.name)
+        parts.append(f"<h2>Results, {name} parameters</h2>{_main_table(comparison)}")
         parts.append(f'<div class="plots">{_figures(comparison)}</div>{_more_tables(comparison)}')
     parts.append(_method(comparisons, command, about))
     parts.append("</body></html>\n")
@@ -137,7 +147,10 @@ def write_report(
 def _summary(comparison: Comparison) -> str:
     found = "".join(f"<li>{_escaped(sentence)}</li>" for sentence in sentences(comparison))
     limits = "".join(f"<li>{_escaped(sentence)}</li>" for sentence in caveats(comparison))
-    return f'<div class="summary"><ul>{found}</ul><p class="soft">What this does not say:</p><ul class="soft">{limits}</ul></div>'
+    return (
+        f'<div class="summary"><ul>{found}</ul><p class="soft">What this does not show:</p>'
+        f'<ul class="soft">{limits}</ul></div>'
+    )
 
 
 def _main_table(comparison: Comparison) -> str:
@@ -150,61 +163,51 @@ def _main_table(comparison: Comparison) -> str:
     ]
     main = _table([*HEADINGS, "curvature"], body)
     words = (
-        '<p class="soft">Loss: mean ± standard error on held-out data after the last step. Minus AdamW: mean over seeds of the '
-        "difference with the same seed, ± half of its 95 % interval. Steps to, gradients to: AdamW's loss, as a part of "
-        "AdamW's, with the 95 % interval; “&gt;” is reached by no seed, “≥” not by all, “≤” already by the shortest runs. "
-        "Gradients: forward and backward passes of a run, those for curvature included. Seconds: of a run, the median, with "
-        "curvature. Bytes: of optimizer state, a parameter. Curvature: its part of the seconds.</p>"
+        '<p class="soft">Loss: mean ± standard error on held-out data after the last step. Minus '
+        "AdamW: mean over seeds of the difference with the same seed, ± half of its 95 % interval; "
+        "green and red: the interval excludes zero after Holm's correction for the number of arms. "
+        "Steps to, gradients to: AdamW's loss, as a part of AdamW's, with the 95 % interval; "
+        "“&gt;” is reached by no seed, “≥” not by all, “≤” already by the shortest runs. "
+        "Gradients: forward and backward passes per run, those for curvature included. Seconds: "
+        "per run, the median, with curvature. Bytes: optimizer state per parameter. Curvature: its "
+        "part of the seconds.</p>"
     )
     return main + words
 
 
 def _with_gradients_to_target(row: Row) -> list[str]:
-    """The cells of the terminal's table, with gradients to AdamW's loss beside the steps to it."""
+    """Return the cells of the terminal's table, with gradients to AdamW's loss, and intervals."""
     loss, difference, _, *costs = cells(row)
-    return [
-        loss,
-        difference,
-        *("–" if part is None else part.with_interval() for part in (row.steps, row.evaluations)),
-        *costs,
-    ]
+    parts = ("–" if p is None else p.with_interval() for p in (row.steps, row.evaluations))
+    return [loss, difference, *parts, *costs]
 
 
 def _more_tables(comparison: Comparison) -> str:
-    arms = [
-        _row(
-            [
-                row.name,
-                row.outcome.arm.about,
-                hyperparameters(row),
-                f"{len(row.outcome.tuned.trials)}",
-            ],
-            row.verdict,
-            text=3,
-        )
-        for row in comparison.rows
-    ]
-    tuned = _table(["arm", "what it is", "tuned values", "runs"], arms, text=3)
-    note = '<p class="soft">“!”: at the edge of what was tried. In brackets: never varied within the budget.</p>'
+    arms = []
+    for row in comparison.rows:
+        trials = f"{len(row.outcome.tuned.trials)}"
+        values = [row.name, row.outcome.arm.about, tuned_axes(row), hyperparameters(row), trials]
+        arms.append(_row(values, row.verdict, text=4))
+    tuned = _table(["arm", "what it is", "what was tuned", "values", "runs"], arms, text=4)
+    note = "“!”: at the edge of what was tried. In brackets: never varied within the budget."
     pairs = ""
     if comparison.pairs:
         lines = [_row(pair_cells(pair), "", text=2) for pair in comparison.pairs]
-        pairs = f"<h3>Arms set against each other</h3>{_table(['arm', 'against', 'difference', 'verdict'], lines, text=2)}"
-    return f"{pairs}<h3>What was tuned</h3>{tuned}{note}"
+        table = _table(["arm", "against", "difference", "verdict"], lines, text=2)
+        pairs = f"<h3>Arms compared with each other</h3>{table}"
+        pairs += '<p class="soft">Verdicts are corrected (Holm) for the number of pairs.</p>'
+    return f'{pairs}<h3>What was tuned</h3>{tuned}<p class="soft">{note}</p>'
 
 
 def _table(headings: Sequence[str], rows: Sequence[str], text: int = 1) -> str:
-    head = "".join(
-        f"<th{' class=text' if i < text else ''}>{_escaped(heading)}</th>"
-        for i, heading in enumerate(headings)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    head, body = f"<thead>{_row(headings, '', text, 'th')}</thead>", "".join(rows)
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _row(values: Sequence[str], kind: str, text: int = 1) -> str:
-    """A line of a table; the first `text` cells are words."""
+def _row(values: Sequence[str], kind: str, text: int = 1, tag: str = "td") -> str:
+    """Return a line of a table, whose first `text` cells are words."""
     marked = "".join(
-        f"<td{' class=text' if i < text else ''}>{_escaped(value)}</td>"
+        f"<{tag}{' class=text' if i < text else ''}>{_escaped(value)}</{tag}>"
         for i, value in enumerate(values)
     )
     return f'<tr class="{kind}">{marked}</tr>'
@@ -217,7 +220,8 @@ def _figures(comparison: Comparison) -> str:
         caption = _escaped(CAPTIONS[name])
         made.append(
             f'<figure><picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
-            f'<img src="{light}" alt="{caption}"></picture><figcaption>{caption}</figcaption></figure>'
+            f'<img src="{light}" alt="{caption}"></picture>'
+            f"<figcaption>{caption}</figcaption></figure>"
         )
     return "\n".join(made)
 
@@ -231,65 +235,67 @@ def _inline(figure: Any) -> str:
 def _method(comparisons: Sequence[Comparison], command: str, about: dict[str, Any]) -> str:
     items = []
     for number, comparison in enumerate(comparisons):
-        study = comparison.study
-        lengths = ", ".join(f"{round(length * study.steps)}" for length in sorted(study.lengths))
-        items.append(
-            f"{study.name}: {study.data.source} ({study.data.tokenizer or f'BPE of {study.model.vocab_size}'}), context "
-            f"{study.model.context}, batches of {study.batch_size}, width {study.model.width}, depth {study.model.depth}, "
-            f"{study.model.heads} heads; runs of {lengths} steps; {study.budget} tuning runs an arm; {study.seeds} test seeds "
-            f"at {study.steps} steps and {min(study.seeds, study.length_seeds)} at other lengths. "
-            + (
-                f"Tuning starts at the best values of {comparisons[number - 1].study.name}, by factors of 2."
-                if number
-                else ""
-            )
-        )
+        items.append(_protocol(comparison.study))
+        if number:
+            before = comparisons[number - 1].study.name
+            items[-1] += f" Tuning starts at the best values of {before}, by factors of 2."
     items += [
-        "Same model, initial weights, batches, tokens and schedule for all arms with the same seed: linear warm-up over "
-        f"{100 * WARMUP:.0f} % of the steps, then linear to zero; gradients clipped at norm {CLIP:g}; decay on matrices only.",
-        "Each arm is tuned by coordinate descent over its own space with the same number of runs on one tuning seed; the grids "
-        "have no ends, so a best value at an edge is followed as far as the budget goes. A control takes all but its learning "
-        "rate from the arm that it controls, as tuned.",
-        "Then it is tested on seeds and held-out text that tuning has not seen, paired: differences are taken seed by seed.",
-        "Losses are those of finished runs only, on held-out data. Steps to a loss come from runs of several lengths, each "
-        "with its own decay, by interpolation in the logarithm of the steps.",
-        "Gradient evaluations and seconds include curvature. Seconds are rough: runs share the machine, and AdamW and SGD are "
-        "torch's by default, not fused.",
+        "All arms have the same model, initial weights, batches, tokens and schedule with the same "
+        f"seed: linear warm-up over {100 * WARMUP:.0f} % of the steps, then linear to zero. "
+        f"Gradients are clipped at norm {CLIP:g}; only matrices decay.",
+        "Each arm is tuned by coordinate descent over its own space with the same number of runs "
+        "on one tuning seed. The grids have no ends, so a best value at an edge is followed as far "
+        "as the budget goes. A control takes all but its learning rate from the arm that it "
+        "controls, as tuned.",
+        "Then it is tested on seeds and held-out text that tuning has not seen. Differences are "
+        "taken seed by seed.",
+        "Losses are those of finished runs only, on held-out data. Steps to a loss come from runs "
+        "of several lengths, each with its own decay, by interpolation in the logarithm of the "
+        "steps.",
+        "Gradient evaluations and seconds include curvature. Seconds are rough: runs share the "
+        "machine, and AdamW and SGD are torch's defaults, not fused.",
     ]
     listed = "".join(f"<li>{_escaped(item)}</li>" for item in items)
     spaces = "".join(_spaces(comparison) for comparison in comparisons)
     runs = [run for comparison in comparisons for run in comparison.all_runs()]
     made = Counter(json.dumps({name: run.header.get(name) for name in about}) for run in runs)
-    by = "".join(
-        f'<p class="soft">{count} runs: {_escaped(one)}</p>' for one, count in made.most_common()
-    )
+    by = [f'<p class="soft">{n} runs: {_escaped(one)}</p>' for one, n in made.most_common()]
     return (
-        f"<h2>How it was measured</h2><ul>{listed}</ul>{spaces}"
-        f"<h2>Run it again</h2><pre>{_escaped(command)}</pre><p>Finished runs are kept and not run again.</p>"
-        f"<p>What made the runs:{_other_code(runs, about)}</p>{by}"
+        f"<h2>How it was measured</h2><ul>{listed}</ul>{spaces}<h2>Run it again</h2>"
+        f"<pre>{_escaped(command)}</pre><p>Finished runs are kept and not run again.</p>"
+        f"<p>What made the runs:{_other_code(runs, about)}</p>{''.join(by)}"
+    )
+
+
+def _protocol(study: Study) -> str:
+    model, data = study.model, study.data
+    lengths = ", ".join(f"{round(length * study.steps)}" for length in sorted(study.lengths))
+    seeds = f"{study.seeds} test seeds at {study.steps} steps"
+    if len(study.lengths) > 1:
+        seeds += f" and {min(study.seeds, study.length_seeds)} at other lengths"
+    return (
+        f"{study.name}: {data.source} ({data.tokenizer or f'BPE of {model.vocab_size}'}), context "
+        f"{model.context}, batches of {study.batch_size}, width {model.width}, depth "
+        f"{model.depth}, {model.heads} heads; runs of {lengths} steps; {study.budget} tuning runs "
+        f"per arm; {seeds}."
     )
 
 
 def _other_code(runs: Sequence[RunResult], about: dict[str, Any]) -> str:
     other = sum(run.header.get("code") != about.get("code") for run in runs)
-    return (
-        f" <strong>{other} of {len(runs)} by other code than that which wrote this report.</strong>"
-        if other
-        else ""
-    )
+    if not other:
+        return ""
+    made = f"{other} of {len(runs)} by other code than that which wrote this report"
+    return f" <strong>{made}.</strong>"
 
 
 def _spaces(comparison: Comparison) -> str:
     lines = [
-        _row([row.name, ", ".join(map(_axis, row.outcome.space))], "", text=2)
+        _row([row.name, ", ".join(map(str, row.outcome.space))], "", text=2)
         for row in comparison.rows
     ]
     title = f"Search spaces, {comparison.study.name}: start, and factor of the first grid"
     return f"<h3>{_escaped(title)}</h3>{_table(['arm', 'axes'], lines, text=2)}"
-
-
-def _axis(axis: Axis) -> str:
-    return f"{axis.name} {axis.start:g} (×{axis.factor:g})"
 
 
 def _escaped(text: str) -> str:

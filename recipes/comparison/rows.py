@@ -1,4 +1,4 @@
-"""From runs to rows: the loss of each arm, its difference to AdamW seed by seed, the steps it needs, and what it costs."""
+"""From runs to rows: loss, difference to AdamW seed by seed, steps needed, and costs per arm."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from recipes.comparison.arms import BASELINE
+from recipes.comparison.arms import ARMS
 from recipes.comparison.paired_statistics import (
     Estimate,
     estimate,
-    holm,
     mean_crossing,
-    p_value,
     paired_difference,
     steps_to_target,
-    verdict,
+    verdicts,
 )
 from recipes.comparison.runs import RunResult
 from recipes.comparison.studies import ArmOutcome, Study
 
 SAME = ("block-adamw", "adamw")  # one algorithm in two programs: their difference is rounding
-# What to set against what: what scales add, whether they must be the measured ones, ours against
-# others of the same kind.
-PAIRS = (
-    *((f"{base}+{curvature}", base) for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon")
-      for curvature in ("newton", "analytic")),
-    *((f"{base}-{control}", base) for base in ("block-adamw+newton", "block-adamw+analytic", "adamw-ratios")
-      for control in ("shuffled", "inverted")),
-    ("block-sgd", "sgd"), ("block-adamw-block", "adam-mini"), ("block-muon", "muon"), SAME,
-    ("block-muon+newton", "muon"), ("block-adamw+newton", "adamw-groups"), ("block-adamw+newton", "adamw-ratios"),
-)  # fmt: skip
+OTHER_WAYS = (
+    ("block-sgd", "sgd"),
+    ("block-adamw-block", "adam-mini"),
+    ("block-muon", "muon"),
+    SAME,
+    ("block-muon+newton", "muon"),
+    ("block-adamw+newton", "adamw-groups"),
+    ("block-adamw+newton", "adamw-ratios"),
+)
+
+
+def _pairs() -> list[tuple[str, str]]:
+    """What to compare: scales with none, controls with the measured ones, ours with others."""
+    scaled = [name for name, arm in ARMS.items() if arm.ours and arm.scales is not None]
+    found = [(name, name.partition("+")[0]) for name in scaled]
+    found += [(name, arm.base) for name, arm in ARMS.items() if arm.base is not None]
+    found += OTHER_WAYS
+    return found + [(f"shipped-{a}", f"shipped-{b}") for a, b in OTHER_WAYS]
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,12 @@ class Steps:
     seeds: int
 
     def __str__(self) -> str:
-        sign = {
-            "at": "",
-            "before": "≤ ",
-            "after": "≥ " if self.missed < self.seeds else "> ",
-            "mixed": "~ ",
-        }[self.kind]
+        missed = "≥ " if self.missed < self.seeds else "> "
+        sign = {"at": "", "before": "≤ ", "after": missed, "mixed": "~ "}[self.kind]
         return f"{sign}{self.part:.2f}"
 
     def with_interval(self) -> str:
-        """With the interval, where there is one."""
+        """Return it with its interval, where there is one."""
         return str(self) if math.isnan(self.low) else f"{self} [{self.low:.2f}, {self.high:.2f}]"
 
     @property
@@ -83,17 +85,18 @@ class Row:
     Attributes:
         outcome: Its runs.
         loss: Final loss at the main length over the test seeds.
-        difference: To AdamW, paired by seed.
-        verdict: "better", "worse", "unclear" or "diverged", against AdamW; "baseline" for itself.
-        steps: To AdamW's loss; None if the study has one length only.
+        difference: Final loss minus AdamW's, paired by seed, with its 95 % interval.
+        verdict: "better", "worse", "unclear" or "diverged", by the interval corrected for the
+            number of arms; "baseline" for AdamW.
+        steps: Steps to AdamW's loss; None if the study has one length only.
         evaluations: The same in gradient evaluations, with those of the curvature.
-        gradient_evaluations: A run at the main length, with those of the curvature.
-        seconds: The same: the median of the runs, as a machine that is busy for a while would shift
-            the mean.
+        gradient_evaluations: Per run at the main length, with those of the curvature.
+        seconds: Per run at the main length, the median, which a machine that is busy for a while
+            shifts less than the mean.
         curvature_share: Part of the seconds that curvature takes.
-        state_bytes: A parameter.
-        diverged: How many of the test runs, of all lengths.
-        tests: How many there are.
+        state_bytes: Bytes of optimizer state per parameter.
+        diverged: How many test runs, of all lengths, diverged.
+        tests: How many test runs there are.
         failed_refreshes: Refreshes of the scales in all test runs that gave no curvature to use.
     """
 
@@ -113,13 +116,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of the arm."""
+        """The name of the arm."""
         return self.outcome.arm.name
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two arms set against each other, seed by seed."""
+    """Two arms compared seed by seed; the verdict is corrected for the number of pairs."""
 
     name: str
     against: str
@@ -133,8 +136,8 @@ class Comparison:
 
     Attributes:
         study: The protocol.
-        rows: One an arm, lowest loss first.
-        pairs: Arms that differ in one thing, the tuned learning rate aside.
+        rows: One per arm, lowest loss first.
+        pairs: Arms that differ in one thing, apart from the tuned values.
         left_out: `{arm: why}`, for arms whose package is not installed.
     """
 
@@ -144,73 +147,81 @@ class Comparison:
     left_out: dict[str, str]
 
     def test_runs(self) -> list[RunResult]:
-        """All test runs, of all arms and lengths."""
+        """Return the test runs of all arms and lengths."""
         return [run for row in self.rows for run in row.outcome.test_runs()]
 
     def all_runs(self) -> list[RunResult]:
-        """Tuning runs and test runs."""
+        """Return tuning runs and test runs."""
         return [*(run for row in self.rows for run in row.outcome.tuning), *self.test_runs()]
 
-    def sure(self) -> list[str]:
-        """Arms whose difference to AdamW stands when all comparisons with it may err with probability 5 % together."""
-        return holm(
-            {row.name: p_value(row.difference) for row in self.rows if row.verdict != "baseline"}
-        )
-
     def row(self, name: str) -> Row:
-        """The row of an arm."""
+        """Return the row of an arm."""
         return next(row for row in self.rows if row.name == name)
+
+    @property
+    def baseline(self) -> Row:
+        """The row of AdamW, which all are compared with."""
+        return self.row(self.study.baseline)
 
 
 def compared(study: Study, outcomes: Sequence[ArmOutcome], left_out: dict[str, str]) -> Comparison:
     """Make rows and pairs of what was run.
 
     Raises:
-        ValueError: If AdamW, which all are compared with, is not among the outcomes.
+        ValueError: If the baseline is not among the outcomes.
     """
     by_name = {outcome.arm.name: outcome for outcome in outcomes}
-    if BASELINE not in by_name:
-        raise ValueError(
-            f"Invalid outcomes of {list(by_name)}. Must hold {BASELINE}, which all are compared with."
+    if study.baseline not in by_name:
+        raise ValueError(f"Invalid outcomes of {list(by_name)}. Must hold {study.baseline}.")
+
+    def difference(name: str, against: str) -> Estimate:
+        return paired_difference(
+            finals(by_name[name], study.steps), finals(by_name[against], study.steps)
         )
-    rows = [_row(outcome, by_name[BASELINE], study) for outcome in outcomes]
-    pairs = []
-    for name, against in PAIRS:
-        if name in by_name and against in by_name:
-            difference = paired_difference(
-                finals(by_name[name], study.steps), finals(by_name[against], study.steps)
-            )
-            pairs.append(Pair(name, against, difference, verdict(difference)))
+
+    baseline = by_name[study.baseline]
+    differences = {name: difference(name, study.baseline) for name in by_name}
+    others = {name: value for name, value in differences.items() if name != study.baseline}
+    said = verdicts(others) | {study.baseline: "baseline"}
+    rows = [
+        _row(outcome, baseline, study, differences[name], said[name])
+        for name, outcome in by_name.items()
+    ]
+    paired = {
+        f"{name} {against}": (name, against, difference(name, against))
+        for name, against in _pairs()
+        if name in by_name and against in by_name
+    }
+    said = verdicts({key: estimated for key, (_, _, estimated) in paired.items()})
+    pairs = [Pair(*found, said[key]) for key, found in paired.items()]
     return Comparison(study, sorted(rows, key=lambda row: row.loss.mean), pairs, left_out)
 
 
 def finals(outcome: ArmOutcome, steps: int) -> dict[int, float]:
-    """Final loss of each test seed at a length."""
+    """Return the final loss of each test seed at a length."""
     return {seed: result.final for seed, result in outcome.tests[steps].items()}
 
 
-def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
+def _row(
+    outcome: ArmOutcome, baseline: ArmOutcome, study: Study, difference: Estimate, verdict: str
+) -> Row:
     results = list(outcome.tests[study.steps].values())
-    losses = finals(outcome, study.steps)
-    difference = paired_difference(losses, finals(baseline, study.steps))
     seconds = median(result.seconds for result in results)
+    curvature = median(result.curvature_seconds for result in results)
+
+    def evaluations(steps: int, result: RunResult) -> int:
+        return max(steps, result.gradient_evaluations)
+
     return Row(
         outcome=outcome,
-        loss=estimate(list(losses.values())),
+        loss=estimate([result.final for result in results]),
         difference=difference,
-        verdict="baseline" if outcome is baseline else verdict(difference),
-        steps=_to_target(outcome, baseline, study.steps, lambda steps, result: steps),
-        evaluations=_to_target(
-            outcome,
-            baseline,
-            study.steps,
-            lambda steps, result: max(steps, result.gradient_evaluations),
-        ),
+        verdict=verdict,
+        steps=_to_target(outcome, baseline, study.steps, lambda steps, _: steps),
+        evaluations=_to_target(outcome, baseline, study.steps, evaluations),
         gradient_evaluations=fmean(result.gradient_evaluations for result in results),
         seconds=seconds,
-        curvature_share=median(result.curvature_seconds for result in results) / seconds
-        if seconds
-        else 0.0,
+        curvature_share=curvature / seconds if seconds else 0.0,
         state_bytes=fmean(result.state_bytes for result in results),
         diverged=sum(result.diverged is not None for result in outcome.test_runs()),
         tests=len(outcome.test_runs()),
@@ -221,7 +232,7 @@ def _row(outcome: ArmOutcome, baseline: ArmOutcome, study: Study) -> Row:
 def _to_target(
     outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Callable[[int, RunResult], int]
 ) -> Steps | None:
-    """What each seed takes to the loss that AdamW has with the same seed at the main length, as a part of AdamW's cost."""
+    """Return the cost of reaching AdamW's loss with the same seed, as a part of AdamW's cost."""
     if len(outcome.tests) < 2:
         return None
     crossings = []

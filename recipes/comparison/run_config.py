@@ -29,16 +29,16 @@ class RunConfig:
     Attributes:
         arm: Name of one of `ARMS`.
         values: Its hyperparameters, as sorted pairs.
-        seed: Of the initial weights, the order of the data and the probes of the curvature.
+        seed: For the initial weights, the order of the data and the samples of the curvature.
         steps: Length of the run, which its schedule decays over.
         model: Sizes.
         data: Where the tokens come from.
-        batch_size: Sequences a step.
+        batch_size: Sequences per step.
         evaluation: Batches of held-out data in the final evaluation.
         purpose: "tuning" or "test", which are evaluated on different parts of the held-out data.
-        schedule: Of the learning rate.
+        schedule: Schedule of the learning rate.
         device: Where to train.
-        threads: Of the process that trains; sums in another order round otherwise.
+        threads: Threads that train; another number adds in another order and rounds differently.
     """
 
     arm: str
@@ -55,7 +55,7 @@ class RunConfig:
     threads: int = 1
 
     def described(self) -> dict[str, Any]:
-        """The configuration as JSON has it, with what the name of the arm stands for; without where the cache lies."""
+        """Return the configuration as plain data, with what the name of the arm stands for."""
         config = asdict(self) | {"values": dict(self.values), "recipe": ARMS[self.arm].recipe()}
         config["data"].pop("cache")
         return config
@@ -63,6 +63,5 @@ class RunConfig:
     @property
     def key(self) -> str:
         """Hash of the configuration."""
-        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        text = json.dumps(self.described(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

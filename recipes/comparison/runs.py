@@ -1,9 +1,9 @@
-"""One training run, from a frozen configuration to a JSONL file that is named by the hash of it.
+"""One training run, from a frozen configuration to a JSONL file named by its hash.
 
 A run is a pure function of its configuration: model and data order come from the seed, the number
 of threads is fixed, and it is evaluated once, after its last step. So a finished run is never done
-again, and a run that was killed gives the same numbers when it goes on from its checkpoint, or
-starts again if it was too short to have one.
+again, and a killed run gives the same numbers when it continues from its checkpoint, or starts
+again if it was too short to have one.
 
     results/runs/<key>.jsonl        {"config": …, "arm": …, "git": …, "versions": …, "seeds": …}
                                     {"step": 1, "loss": 5.62} …
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.common.errors import UsageError
 from recipes.common.files import write_whole
 from recipes.common.provenance import code_hash, git_commit, machine, versions
 from recipes.comparison.run_config import RunConfig
@@ -28,20 +29,20 @@ from recipes.comparison.run_loop import train
 
 @dataclass
 class RunResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         final: Loss on held-out data after the last step; infinite if the run diverged.
         losses: Training loss of each step.
         diverged: Why and when it diverged, or None.
         gradient_evaluations: Forward and backward passes, with those of the curvature.
-        seconds: Of training with curvature, without loading and evaluation.
-        curvature_seconds: Part of it.
-        state_bytes: Of the optimizer's state, a parameter.
+        seconds: Seconds of training with curvature, without loading and evaluation.
+        curvature_seconds: The part of them that curvature takes.
+        state_bytes: Bytes of optimizer state per parameter.
         parameters: Number of weights.
         scales: `(step, {role: scale})` after each refresh.
         failed_refreshes: How many refreshes of the scales gave no curvature to use.
-        header: First line of the file.
+        header: The first line of the file.
     """
 
     final: float = math.inf
@@ -58,7 +59,7 @@ class RunResult:
 
 
 def provenance() -> dict[str, Any]:
-    """Which code, libraries and machine make a result; "code" is a hash of the sources that decide it, committed or not."""
+    """Return which code, libraries and machine make a result; "code" hashes what decides it."""
     return {
         "git": git_commit() or "unknown",
         "code": code_hash("recipes.comparison.run_loop"),
@@ -68,7 +69,7 @@ def provenance() -> dict[str, Any]:
 
 
 def path_of(folder: Path, config: RunConfig) -> Path:
-    """The file of a run; it exists only once the run is finished."""
+    """Return the file of a run, which exists only once the run is finished."""
     return folder / f"{config.key}.jsonl"
 
 
@@ -76,11 +77,11 @@ def read_run(path: Path) -> RunResult:
     """Read the file of a finished run.
 
     Raises:
-        ValueError: If it is not one.
+        UsageError: If it is not one.
     """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not lines or "config" not in lines[0] or "final" not in lines[-1]:
-        raise ValueError(
+        raise UsageError(
             f"{path} is not the file of a finished run. Delete it, and the run is done again."
         )
     end = dict(lines[-1])
@@ -91,7 +92,7 @@ def read_run(path: Path) -> RunResult:
 
 
 def finished(folder: Path, config: RunConfig) -> RunResult | None:
-    """The result of a run, if it is finished."""
+    """Return the result of a run, if it is finished."""
     path = path_of(folder, config)
     return read_run(path) if path.exists() else None
 
@@ -101,7 +102,7 @@ def run_once(config: RunConfig, folder: Path, about: dict[str, Any]) -> RunResul
 
     Args:
         config: What to run.
-        folder: Of the files.
+        folder: Where the files lie.
         about: What `provenance` returns.
     """
     if (known := finished(folder, config)) is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from recipes.comparison.arms import BASELINE
-from recipes.comparison.paired_statistics import Estimate
+from recipes.comparison.arms import SHIPPED_DECAY
+from recipes.comparison.paired_statistics import Estimate, verdict
 from recipes.comparison.rows import SAME, Comparison, Pair, Row
 
 FEW = 8  # seeds
@@ -19,7 +19,7 @@ VERDICTS = {
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for a table; infinite ones come of diverged runs.
+    """Return a number for a table; infinite ones come from diverged runs.
 
     Example:
         >>> number(1.23456), number(float("inf")), number(float("nan"))
@@ -31,7 +31,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def with_error(value: Estimate) -> str:
-    """Mean ± standard error.
+    """Return mean ± standard error.
 
     Example:
         >>> with_error(Estimate(2.0, 0.01, 1.9, 2.1, 4))
@@ -41,7 +41,7 @@ def with_error(value: Estimate) -> str:
 
 
 def with_interval(value: Estimate) -> str:
-    """Mean and confidence interval, with signs.
+    """Return mean and confidence interval, with signs.
 
     Example:
         >>> with_interval(Estimate(-0.1, 0.01, -0.13, -0.07, 4))
@@ -54,7 +54,7 @@ def with_interval(value: Estimate) -> str:
 
 
 def with_half_width(value: Estimate) -> str:
-    """Mean and half of the confidence interval, which is symmetric.
+    """Return mean ± half of the confidence interval.
 
     Example:
         >>> with_half_width(Estimate(-0.1, 0.01, -0.13, -0.07, 4))
@@ -67,25 +67,33 @@ def with_half_width(value: Estimate) -> str:
     )
 
 
+def tuned_axes(row: Row) -> str:
+    """Return what was tuned for an arm, and where its other hyperparameters come from."""
+    arm = row.outcome.arm
+    text = ", ".join(axis.name for axis in row.outcome.space)
+    if arm.shipped:
+        text += f"; weight_decay {SHIPPED_DECAY:g} and the rest as shipped"
+    if row.outcome.fixed:
+        text += f"; {', '.join(row.outcome.fixed)} from {arm.base}"
+    return text
+
+
 def hyperparameters(row: Row) -> str:
-    """The tuned values of an arm, those at the edge of what was tried marked by "!", those never varied in brackets."""
+    """Return the values of an arm; "!" marks edges of what was tried, brackets the untried."""
     tuned = row.outcome.tuned
     cells = []
     for name, value in row.outcome.values.items():
         text = f"{name} {value:.3g}"
-        if name in row.outcome.fixed:
-            text += f" (of {row.outcome.arm.base})"
-        cells.append(
-            f"({text})" if name in tuned.untried else f"{text}!" if name in tuned.edges else text
-        )
+        text = f"({text})" if name in tuned.untried else text
+        cells.append(f"{text}!" if name in tuned.edges else text)
     return ", ".join(cells)
 
 
 def cells(row: Row) -> list[str]:
-    """Loss, difference, steps, gradient evaluations, seconds and bytes of an arm."""
+    """Return loss, difference, steps, gradient evaluations, seconds and bytes of an arm."""
     return [
         with_error(row.loss),
-        "baseline" if row.name == BASELINE else with_half_width(row.difference),
+        "baseline" if row.verdict == "baseline" else with_half_width(row.difference),
         "–" if row.steps is None else str(row.steps),
         f"{row.gradient_evaluations:.0f}",
         f"{row.seconds:.1f}",
@@ -94,9 +102,8 @@ def cells(row: Row) -> list[str]:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """Who wins and who loses, in plain words, with the numbers that say so."""
-    baseline = comparison.row(BASELINE)
-    if baseline.verdict == "diverged" or not math.isfinite(baseline.loss.mean):
+    """Say who wins and who loses, in plain words, with the numbers that show it."""
+    if not math.isfinite(comparison.baseline.loss.mean):
         runs = comparison.study.seeds
         return [
             f"AdamW diverged in some of its {runs} test runs: there is nothing to compare with."
@@ -110,35 +117,27 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _against_adamw(comparison: Comparison) -> list[str]:
-    rows, baseline = comparison.rows, comparison.row(BASELINE)
-    first, said = rows[0], []
-    if first.name == BASELINE:
-        said.append(f"No arm has a lower mean loss than plain AdamW ({with_error(baseline.loss)}).")
+    rows, adamw, said = comparison.rows, with_error(comparison.baseline.loss), []
+    first = rows[0]
+    if first.verdict == "baseline":
+        said.append(f"No arm has a lower mean loss than AdamW ({adamw}).")
     else:
-        sure = "excludes" if first.verdict == "better" else "includes"
-        said.append(
-            f"The lowest loss has {first.name}: {with_error(first.loss)} against {with_error(baseline.loss)} for AdamW, a "
-            f"difference of {with_interval(first.difference)} (the interval {sure} zero)."
-        )
+        chance = "" if first.verdict == "better" else ", which may be chance"
+        difference = f"a difference of {with_interval(first.difference)}{chance}"
+        loss = with_error(first.loss)
+        said.append(f"{first.name} has the lowest loss: {loss}, AdamW has {adamw}, {difference}.")
     for kind in ("better", "unclear", "worse"):
         found = [row for row in rows if row.verdict == kind]
         if found:
             listed = ", ".join(f"{row.name} ({row.difference.mean:+.3f})" for row in found)
             said.append(f"{VERDICTS[kind][0].upper()}{VERDICTS[kind][1:]}: {listed}.")
-    claimed = [row.name for row in rows if row.verdict in ("better", "worse")]
-    sure_ones = comparison.sure()
-    if claimed:
-        lost = [name for name in claimed if name not in sure_ones]
-        stand = (
-            f"all but {', '.join(lost)} stand"
-            if 0 < len(lost) < len(claimed)
-            else "none stands"
-            if lost
-            else "all stand"
-        )
-        said.append(
-            f"Of these differences, {stand} when corrected (Holm) for {len(rows) - 1} comparisons with AdamW."
-        )
+    said.append(
+        "A difference counts as better or worse only if its interval excludes zero after Holm's "
+        f"correction for {len(rows) - 1} comparisons with AdamW."
+    )
+    lost = [r.name for r in rows if r.verdict == "unclear" and verdict(r.difference) != "unclear"]
+    if lost:
+        said.append(f"Without the correction it would also exclude zero for {', '.join(lost)}.")
     diverged = [
         f"{row.name} ({row.diverged} of {row.tests} test runs)" for row in rows if row.diverged
     ]
@@ -151,69 +150,50 @@ def _against_adamw(comparison: Comparison) -> list[str]:
 
 
 def _pairs_in_words(comparison: Comparison) -> list[str]:
-    """What scales add, whether it matters that they are the measured ones, and what rounding alone does."""
-    families: dict[str, list[Pair]] = {}
+    """Say what scales add, whether they must be the measured ones, and what rounding does."""
+    families: dict[str, list[str]] = {}
     for pair in comparison.pairs:
-        arm = comparison.row(pair.name).outcome.arm
+        arm, other = (comparison.row(name).outcome.arm for name in (pair.name, pair.against))
+        against = f"against {pair.against} "
         if (pair.name, pair.against) == SAME:
             kind = "One algorithm in two programs, so that the difference is rounding"
         elif arm.control is not None:
-            kind = "Scales in the wrong places, against the measured ones"
-        elif pair.against == arm.optimizer:
-            kind = "Scales from curvature, against all scales 1"
+            kind, against = "Scales in the wrong places, against the measured ones", ""
+        elif arm.optimizer == other.optimizer and other.scales is None:
+            kind, against = "Scales from curvature, against all scales 1", ""
         else:
-            kind = "Against other ways to the same end"
-        families.setdefault(kind, []).append(pair)
-    said = []
-    for kind, pairs in families.items():
-        listed = "; ".join(
-            f"{pair.name} {_against(pair, kind)}{with_interval(pair.difference)}" for pair in pairs
-        )
-        said.append(f"{kind}: {listed}.")
-    return said
-
-
-def _against(pair: Pair, kind: str) -> str:
-    """Name the other arm where the family does not."""
-    return f"against {pair.against} " if kind.startswith(("Against", "One")) else ""
+            kind = "Compared with other ways to the same end"
+        found = f"{pair.name} {against}{with_interval(pair.difference)}"
+        families.setdefault(kind, []).append(found)
+    return [f"{kind}: {'; '.join(listed)}." for kind, listed in families.items()]
 
 
 def _steps_in_words(comparison: Comparison) -> list[str]:
     reached = {
-        row.name: row for row in comparison.rows if row.steps is not None and row.name != BASELINE
+        row.name: (row, row.steps, row.evaluations)
+        for row in comparison.rows
+        if row.steps is not None and row.evaluations is not None and row.verdict != "baseline"
     }
-    if not reached:
-        return []
-    said, study = [], comparison.study
+    study, base = comparison.study, comparison.baseline.gradient_evaluations
     seeds = min(study.seeds, study.length_seeds)
-    fast = [
-        f"{name} {row.steps.with_interval()}"
-        for name, row in reached.items()
-        if row.steps.verdict == "fewer"
-    ]  # type: ignore[union-attr]
-    if fast:
-        said.append(
-            f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds): {', '.join(fast)}."
-        )
-    measured = [
-        f"{name} {row.evaluations.with_interval()}"  # type: ignore[union-attr]
-        for name, row in reached.items()
-        if row.gradient_evaluations > comparison.row(BASELINE).gradient_evaluations
-    ]
-    if measured:
-        said.append(
-            f"In gradient evaluations, with those that curvature takes: {', '.join(measured)}."
-        )
-    missed = [
-        f"{n} ({row.steps.missed} of {row.steps.seeds} seeds)"
-        for n, row in reached.items()
-        if row.steps.missed
-    ]  # type: ignore[union-attr]
-    if missed:
-        said.append(
-            f"Not reached, even in runs of {max(study.lengths):g} times the length: {', '.join(missed)}."
-        )
-    return said
+    lists = {
+        f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds)": [
+            f"{name} {steps.with_interval()}"
+            for name, (_, steps, _) in reached.items()
+            if steps.verdict == "fewer"
+        ],
+        "In gradient evaluations, with those that curvature takes": [
+            f"{name} {evaluations.with_interval()}"
+            for name, (row, _, evaluations) in reached.items()
+            if row.gradient_evaluations > base
+        ],
+        f"Not reached, even in runs of {max(study.lengths):g} times the length": [
+            f"{name} ({steps.missed} of {steps.seeds} seeds)"
+            for name, (_, steps, _) in reached.items()
+            if steps.missed
+        ],
+    }
+    return [f"{about}: {', '.join(listed)}." for about, listed in lists.items() if listed]
 
 
 def _edges_in_words(comparison: Comparison) -> list[str]:
@@ -221,55 +201,56 @@ def _edges_in_words(comparison: Comparison) -> list[str]:
     if not edges:
         return []
     return [
-        f"The budget of {comparison.study.budget} tuning runs ended with a best value at the edge of what was tried for "
-        f"{', '.join(edges)}: more tuning might improve them."
+        f"After {comparison.study.budget} tuning runs a best value lay at the edge of what was "
+        f"tried for {', '.join(edges)}: more tuning might improve them."
     ]
 
 
 def pair_cells(pair: Pair) -> list[str]:
-    """Two arms, their difference, and what it says about the first."""
-    word = {
-        "better": "better",
-        "worse": "worse",
-        "unclear": "no difference shown",
-        "diverged": "diverged",
-    }[pair.verdict]
-    return [pair.name, pair.against, with_interval(pair.difference), word]
+    """Return two arms, their difference, and what it says about the first."""
+    words = {"unclear": "no difference shown"}
+    difference = with_interval(pair.difference)
+    return [pair.name, pair.against, difference, words.get(pair.verdict, pair.verdict)]
 
 
 def caveats(comparison: Comparison) -> list[str]:
-    """What the numbers do not say."""
-    study = comparison.study
+    """Say what the numbers do not show."""
+    study, rows = comparison.study, comparison.rows
     parameters = comparison.test_runs()[0].parameters
     tokens = study.steps * study.batch_size * study.model.context
     said = [
-        f"A model of {parameters:,} parameters, trained on {tokens:,} tokens ({tokens / parameters:.2g} a parameter), says "
-        "little about large models and long runs: gains of this kind tend to shrink as models grow.",
-        f"Intervals are 95 % t intervals over {study.seeds} test seeds, at hyperparameters chosen on one tuning seed: the "
-        "noise of tuning is not in them. All differences share the runs of AdamW, so that false ones would come together.",
-        "Arms were tuned at the main length only; the other lengths reuse its hyperparameters.",
-        "Bytes are those of the optimizer's state between steps. A refresh needs more for a moment: newton a copy of the "
-        "weights.",
+        f"A model of {parameters:,} parameters, trained on {tokens:,} tokens "
+        f"({tokens / parameters:.2g} per parameter), says little about large models and long runs: "
+        "gains of this kind tend to shrink as models grow.",
+        f"Intervals are 95 % t intervals over {study.seeds} test seeds, at hyperparameters chosen "
+        "on one tuning seed: the noise of tuning is not in them. All differences share the runs "
+        "of AdamW, so that false ones would come together.",
+        "Bytes are those of the optimizer's state between steps. A refresh needs more for a "
+        "moment: newton needs a copy of the weights.",
     ]
+    if len(study.lengths) > 1:
+        said.append("Arms were tuned at the main length only; other lengths reuse what was found.")
+    if any(row.outcome.arm.shipped for row in rows):
+        said.append(
+            "Only the learning rate was tuned for the shipped arms. Weight decay is "
+            f"{SHIPPED_DECAY:g}, betas are (0.9, 0.95), and BlockLR has its defaults."
+        )
     untried: dict[str, list[str]] = {}
-    for row in comparison.rows:
+    for row in rows:
         for name in row.outcome.tuned.untried:
             untried.setdefault(name, []).append(row.name)
     for name, arms in untried.items():
-        who = "all arms" if len(arms) == len(comparison.rows) else ", ".join(arms)
+        who = "all arms" if len(arms) == len(rows) else ", ".join(arms)
         said.append(
-            f"{study.budget} tuning runs an arm are few. They left {name} as it was at the start for {who}."
+            f"{study.budget} tuning runs per arm are few. They left {name} at its start for {who}."
         )
-    failed = [
-        f"{row.name} ({row.failed_refreshes})" for row in comparison.rows if row.failed_refreshes
-    ]
+    failed = [f"{row.name} ({row.failed_refreshes})" for row in rows if row.failed_refreshes]
     if failed:
-        said.append(
-            f"Refreshes that gave no curvature to use, in all test runs: {', '.join(failed)}."
-        )
+        listed = ", ".join(failed)
+        said.append(f"Refreshes that gave no curvature to use, in all test runs: {listed}.")
     if study.seeds < FEW:
         said.append(
-            f"{study.seeds} test seeds are few: the intervals are wide, and small differences cannot be seen."
+            f"{study.seeds} test seeds are few: the intervals are wide, and small differences "
+            "cannot be seen."
         )
-    said += [f"Left out: {arm}. {why}" for arm, why in comparison.left_out.items()]
-    return said
+    return [*said, *(f"Left out: {arm}. {why}" for arm, why in comparison.left_out.items())]

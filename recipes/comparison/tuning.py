@@ -1,10 +1,10 @@
-"""Tuning with an equal budget: coordinate descent on geometric grids that extend as long as the best point lies at an edge.
+"""Tuning with an equal budget: coordinate descent on geometric grids without ends.
 
-Every arm declares its axes (`recipes/arms.py`) and gets the same number of trials. The first axis,
-the learning rate, comes first, by factors of 4; then what the arm adds to it; then the learning
-rate by factors of 2; then the late axes, such as weight decay, which matter least in short runs.
-Then all of them again, by the square root of the factor whenever nothing moves any more, until the
-budget is spent. No arm stops early, and none gets more.
+Every arm declares its axes (`arms.py`) and gets the same number of trials. The first axis, the
+learning rate, comes first, by factors of 4; then what the arm adds to it; then the learning rate by
+factors of 2; then the late axes, such as weight decay, which matter least in short runs. Then all
+of them again, by the square root of the factor whenever nothing moves any more, until the budget is
+spent. No arm stops early, and none gets more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Search = Generator[list[dict[str, float]], list[float], "Tuned"]
 
 
 class Axis(NamedTuple):
-    """One hyperparameter: the grid `start * factor ** k`, without ends. A late one has its turn after the others."""
+    """One hyperparameter, on the grid `start * factor ** k`. Late ones come after the others."""
 
     name: str
     start: float
@@ -28,12 +28,15 @@ class Axis(NamedTuple):
     late: bool = False
 
     def value(self, exponent: Fraction) -> float:
-        """The value at an exponent, which may be a fraction on finer grids; rounded, so that it prints and hashes well."""
+        """Return the value at an exponent, rounded so that it prints and hashes well."""
         return float(f"{self.start * self.factor ** float(exponent):.6g}")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.start:g} (×{self.factor:g})"
 
 
 class Trial(NamedTuple):
-    """What was tried, and the loss that came of it (infinite if it diverged)."""
+    """What was tried, and the loss that it gave (infinite if it diverged)."""
 
     values: dict[str, float]
     loss: float
@@ -91,7 +94,7 @@ class _Descent:
     def line(
         self, axis: int, step: Fraction
     ) -> Generator[list[dict[str, float]], list[float], bool]:
-        """Look at both neighbours, and go on in the direction that improves until it no longer does."""
+        """Look at both neighbours, and go on in the direction that improves while it does."""
         down, up = self.moved(axis, -step), self.moved(axis, step)
         yield from self.visit([down, up])
         if self.loss(self.best) == self.loss(down) == self.loss(up) == math.inf:
@@ -109,7 +112,7 @@ class _Descent:
     def sweep(
         self, steps: Mapping[int, Fraction]
     ) -> Generator[list[dict[str, float]], list[float], bool]:
-        """One line search an axis; whether any of them moved."""
+        """Do one line search per axis, and return whether any of them moved."""
         moved = False
         for axis, step in steps.items():
             moved = (yield from self.line(axis, step)) or moved
@@ -117,7 +120,7 @@ class _Descent:
 
 
 def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
-    """Coordinate descent as a generator: it yields what to try next, is sent the losses, and returns a `Tuned`.
+    """Search by coordinate descent: a generator that yields what to try and is sent the losses.
 
     So the caller decides where and when trials run, and a search whose trials are known already
     replays at once.
@@ -125,8 +128,11 @@ def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
     Args:
         axes: The search space, learning rate first.
         budget: Number of trials, all of which are spent.
-        near: Whether the starts are known to be near the best, such as that of a smaller model: no
-            factors of 4 then.
+        near: Whether the starts are known to be near the best, such as those of a smaller model:
+            no factors of 4 then.
+
+    Returns:
+        What was found, as a `Tuned`.
 
     Raises:
         ValueError: If there is no axis or no budget.
@@ -139,9 +145,8 @@ def tune(axes: Sequence[Axis], budget: int, near: bool = False) -> Search:
         [{'lr': 0.00025}, {'lr': 0.004}]
     """
     if not axes or budget < 1:
-        raise ValueError(
-            f"Invalid axes={list(axes)} and budget={budget}. Must be at least one axis and one trial."
-        )
+        given = f"axes={list(axes)}, budget={budget}"
+        raise ValueError(f"Invalid {given}. Must be at least one axis and one trial.")
     descent = _Descent(axes, budget, best=(Fraction(0),) * len(axes))
     yield from descent.visit([descent.best])
     steps = {axis: Fraction(1, 2) for axis in range(len(axes))}

@@ -1,4 +1,4 @@
-"""Many training runs at once: campaigns that each say what to run next, and processes that run it."""
+"""Many training runs at once: campaigns say what to run next, and processes run it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blockopt.checks import check_count
+from recipes.common.errors import UserError
 from recipes.comparison.arms import ARMS
 from recipes.comparison.run_config import RunConfig
 from recipes.comparison.runs import RunResult, run_once
@@ -21,17 +23,20 @@ from recipes.comparison.studies import ArmOutcome, Campaign, Study, campaign
 Submit = Callable[[RunConfig], "Future[RunResult]"]
 
 
+class WorkerError(UserError, RuntimeError):
+    """A worker process died."""
+
+
 @contextmanager
 def workers(number: int, folder: Path, about: dict[str, Any]) -> Iterator[Submit]:
-    """A function that hands a run to one of `number` processes; with one, runs are done here, when they are handed over.
+    """Give a function that hands a run to one of `number` processes; with one, it runs here.
 
     Args:
-        number: Of processes.
-        folder: Of the runs' files.
+        number: How many processes.
+        folder: Where the files of the runs go.
         about: What `provenance` returns.
     """
-    if number < 1:
-        raise ValueError(f"Invalid number={number} of workers. Must be >= 1.")
+    check_count("number", number)
     for left in folder.glob(".*.part"):  # of runs that were killed
         left.unlink()
     if number == 1:
@@ -84,7 +89,9 @@ def drive(
         on_result: Called for each finished run.
 
     Raises:
-        RuntimeError: If a run fails (diverging is no failure), or a worker dies.
+        WorkerError: If a worker dies.
+        UserError: If a run fails for a reason that the user can mend.
+        RuntimeError: If a run fails for another reason; diverging is no failure.
     """
     outcomes: dict[int, ArmOutcome] = {}
     places: dict[Future[RunResult], tuple[int, int, RunConfig]] = {}
@@ -116,7 +123,7 @@ def run_study(
     starts: Mapping[str, Mapping[str, float]],
     on_result: Callable[[RunConfig, RunResult], None] = lambda *_: None,
 ) -> list[ArmOutcome]:
-    """Run all arms of a study: first those that stand alone, then the controls, which take tuned values from them.
+    """Run all arms of a study, the controls last, as they take tuned values from the others.
 
     Args:
         study: The protocol.
@@ -139,11 +146,12 @@ def _result(future: Future[RunResult], config: RunConfig) -> RunResult:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise RuntimeError(
+        raise WorkerError(
             "A worker process died, perhaps for lack of memory. The same command goes on from here."
         ) from error
+    except UserError:
+        raise
     except Exception as error:
         values = ", ".join(f"{name}={value:g}" for name, value in config.values)
-        raise RuntimeError(
-            f"The run of {config.arm} with {values}, seed {config.seed}, {config.steps} steps failed: {error}"
-        ) from error
+        run = f"{config.arm} with {values}, seed {config.seed}, {config.steps} steps"
+        raise RuntimeError(f"The run of {run} failed: {error}") from error

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.growth import BlockPart, Growth, linear_attention_exponents
+from blockopt.analysis.closed_forms.attention_growth import BlockPart, linear_attention_exponents
+from blockopt.analysis.closed_forms.growth import Growth
 from blockopt.analysis.plots import growth_lines
 from recipes.data.addition import IGNORED, addition
 from recipes.paper_figures.models import (

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockopt.analysis.closed_forms.attention_growth import BlockPart
 from blockopt.analysis.closed_forms.checks import Part
-from blockopt.analysis.closed_forms.growth import BlockPart
 from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator

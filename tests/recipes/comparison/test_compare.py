@@ -15,12 +15,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from rich.console import Console
 
 import blockopt
 from blockopt.blocks.split import block_numel
 from recipes import compare
 from recipes.common.gpt2 import GPT2, GPT2Config
+from recipes.comparison import plots
 from recipes.comparison.arms import ARMS, build
 from recipes.comparison.controls import controlled, role_cycle, shuffle_roles
 from recipes.comparison.report import print_comparison, write_plots, write_report
@@ -221,6 +223,24 @@ def test_values_of_another_arm_are_refused():
         )
 
 
+def test_shipped_arms_tune_their_learning_rate_only():
+    (study,) = presets()["shipped"]
+    assert study.baseline == "shipped-adamw"
+    for arm in map(ARMS.get, study.arms):
+        assert arm.shipped
+        assert [axis.name for axis in arm.space] == ["lr"]
+        training = build(arm, GPT2(MODEL), {"lr": 1e-3}, steps=1200, seed=5)
+        decays = {group["weight_decay"] for group in training.optimizer.param_groups}
+        assert decays == {0.0, 0.1}
+        assert (training.block_lr is None) == (arm.scales is None)
+    training = build(ARMS["shipped-block-muon+newton"], GPT2(MODEL), {"lr": 1e-3}, steps=9, seed=5)
+    plain = GPT2(MODEL)
+    default = blockopt.BlockLR(blockopt.BlockMuon(blockopt.param_groups(plain), lr=1e-3), plain)
+    for name, value in vars(default).items():
+        if isinstance(value, (int, float, str, dict)):
+            assert getattr(training.block_lr, name) == value
+
+
 @pytest.fixture(scope="module")
 def comparison():
     study = study_of(
@@ -253,7 +273,7 @@ def test_rows_hold_what_was_put_in(comparison):
 
 def test_the_words_name_winners_and_losers(comparison):
     said = " ".join(sentences(comparison))
-    assert "lowest loss has block-muon" in said
+    assert "block-muon has the lowest loss: " in said
     assert "Worse than AdamW: sgd" in said
     assert "Not reached" in said
     limits = " ".join(caveats(comparison))
@@ -262,8 +282,8 @@ def test_the_words_name_winners_and_losers(comparison):
     assert "They left power" not in limits
     few = study_of("adamw", "adamw-groups", budget=4)
     said = " ".join(caveats(compared(few, outcomes_of(few), {})))
-    assert "They left vector_ratio as it was at the start for adamw-groups." in said
-    assert "They left weight_decay as it was at the start for all arms." in said
+    assert "They left vector_ratio at its start for adamw-groups." in said
+    assert "They left weight_decay at its start for all arms." in said
 
 
 def test_the_words_hold_controls_rounding_and_the_correction_for_many_comparisons():
@@ -282,11 +302,31 @@ def test_the_words_hold_controls_rounding_and_the_correction_for_many_comparison
     )
     assert "Scales from curvature, against all scales 1: block-adamw+newton" in said
     assert "the difference is rounding: block-adamw against adamw" in said
-    assert comparison.sure() == ["block-muon", "sgd"] or comparison.sure() == ["sgd", "block-muon"]
-    assert (
-        "Of these differences, all stand when corrected (Holm) for 5 comparisons with AdamW."
-        in said
-    )
+    sure = {row.name for row in comparison.rows if row.verdict in ("better", "worse")}
+    assert sure == {"block-muon", "sgd"}
+    assert "Holm's correction for 5 comparisons with AdamW." in said
+
+
+def test_only_a_difference_that_survives_the_correction_is_called_better():
+    """One arm that a single comparison would call better, among several without a difference."""
+
+    def submit(config):
+        future, seed = Future(), config.seed % 4
+        differences = {"adamw": (0.0,) * 4, "block-muon": (-0.05, -0.12, -0.15, -0.09)}
+        difference = differences.get(config.arm, (0.1, -0.1, 0.1, -0.1))[seed]
+        future.set_result(replace(made_up(config), final=3 + difference))
+        return future
+
+    arms = ["adamw", "block-muon", "muon", "adam-mini", "sgd", "soap", "block-sgd", "block-adamw"]
+    study = study_of(*arms, lengths=(1.0,))
+    alone = compared(replace(study, arms=tuple(arms[:2])), outcomes_of(study, submit)[:2], {})
+    assert alone.row("block-muon").verdict == "better"
+    among = compared(study, outcomes_of(study, submit), {})
+    assert among.row("block-muon").difference == alone.row("block-muon").difference
+    assert among.row("block-muon").verdict == "unclear"
+    said = " ".join(sentences(among))
+    assert "Better than AdamW" not in said
+    assert "Without the correction it would also exclude zero for block-muon." in said
 
 
 def test_a_control_takes_the_tuned_power_of_its_base_and_tunes_its_learning_rate_alone():
@@ -364,15 +404,37 @@ def test_the_report_needs_no_network(comparison, tmp_path):
     assert "<script" not in text
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
     images = [source for source in sources if source.startswith("data:image/png;base64,")]
-    assert len(images) == 2 * 6  # six plots, light and dark
+    assert len(images) == 2 * 7  # seven plots, light and dark
     assert set(sources) - set(images) == {"data:,"}
     assert "a&lt;b&gt;" in text
     assert text.index("lowest loss") < text.index("<img") < text.index("Run it again")
     assert "by other code than that which wrote this report" not in text
     write_report([comparison], path, "x", {"git": "x", "code": "another"})
     assert "by other code than that which wrote this report" in path.read_text(encoding="utf-8")
-    assert len(write_plots(comparison, tmp_path / "out")) == 6
+    assert "<td class=text>lr; power, weight_decay from block-adamw+newton</td>" in text
+    assert "<td class=text>lr, power, weight_decay</td>" in text
+    assert len(write_plots(comparison, tmp_path / "out")) == 7
     assert all(plot.stat().st_size > 5000 for plot in (tmp_path / "out").glob("*.png"))
+
+
+def test_the_headline_is_for_people(comparison):
+    """Plain names, ours in one colour, a title with task, size and steps; no controls."""
+    (axes,) = plots.headline(comparison, plots.LIGHT).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    rows = [row for row in comparison.rows if row.outcome.arm.control is None]
+    assert names == [row.outcome.arm.title for row in rows][::-1]
+    assert set(names) == {"SGD", "AdamW", "BlockAdamW + BlockLR", "BlockMuon"}
+    bars = dict(zip(names, axes.patches, strict=True))
+    colors = {name: to_hex(bar.get_facecolor()) for name, bar in bars.items()}
+    assert colors["BlockMuon"] == colors["BlockAdamW + BlockLR"] == plots.LIGHT.ours
+    assert colors["SGD"] == colors["AdamW"] == plots.LIGHT.neutral
+    for name in names:
+        row = next(row for row in comparison.rows if row.outcome.arm.title == name)
+        bar = bars[name]
+        assert bar.get_x() + bar.get_width() == pytest.approx(row.loss.mean)
+    title = axes.get_title(loc="left")
+    assert "tiny parameters, 100 steps, 4 seeds" in title
+    assert "axis starts at" in axes.get_xlabel()
 
 
 def test_a_comparison_where_all_diverged_is_still_reported(tmp_path):
@@ -400,8 +462,10 @@ def test_one_seed_and_one_length_are_reported(tmp_path):
 def test_presets_are_sound():
     for studies in presets().values():
         for study in studies:
-            assert {"adamw"} < set(study.arms) <= set(ARMS)
+            assert {study.baseline} < set(study.arms) <= set(ARMS)
+            assert ARMS[study.baseline].optimizer == "adamw"
             assert study.seeds >= 4
+            assert len({ARMS[name].shipped for name in study.arms}) == 1
     small = presets()["small"][0]
     kinds = {(arm.optimizer, arm.scales, arm.control) for arm in map(ARMS.get, small.arms)}
     for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon"):
@@ -424,7 +488,11 @@ def test_bad_studies_are_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--arms", "adam"], ["--seeds", "0"], ["--workers", "0"], ["--preset", "huge"]]
+    "flags",
+    [
+        *(["--arms", "adam"], ["--seeds", "0"], ["--workers", "0"], ["--preset", "huge"]),
+        *(["--device", "guess"], ["--data", "missing.txt"]),
+    ],
 )
 def test_bad_flags_are_refused_at_once(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
@@ -456,6 +524,7 @@ def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     for out in (killed, tmp_path / "whole"):
         options = compare.arguments().parse_args(flags)
         studies, left_out = compare.chosen_studies(options)
+        studies = [study.prepared(options.cache) for study in studies]
         compare.compare(studies, left_out, out, 1, Console(file=io.StringIO()))
     paths = sorted(path.name for path in (tmp_path / "whole" / "runs").glob("*"))
     assert paths == sorted(path.name for path in (killed / "runs").glob("*"))

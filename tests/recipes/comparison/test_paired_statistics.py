@@ -8,7 +8,7 @@ import scipy.stats
 
 from recipes.comparison.paired_statistics import (
     estimate,
-    holm,
+    holm_levels,
     mean_crossing,
     p_value,
     paired_difference,
@@ -16,6 +16,7 @@ from recipes.comparison.paired_statistics import (
     student_cdf,
     student_quantile,
     verdict,
+    verdicts,
 )
 
 
@@ -80,13 +81,32 @@ def test_p_values_are_those_of_scipy():
 
 
 def test_holm_is_between_no_correction_and_bonferroni():
-    assert holm({"a": 0.01, "b": 0.02, "c": 0.04}) == [
-        "a",
-        "b",
-        "c",
-    ]  # Bonferroni would keep "a" alone
-    assert holm({"a": 0.02, "b": 0.02, "c": 0.02}) == []
-    assert holm({}) == []
+    def rejected(p_values):
+        return [name for name, level in holm_levels(p_values).items() if p_values[name] <= level]
+
+    assert rejected({"a": 0.01, "b": 0.02, "c": 0.04}) == ["a", "b", "c"]
+    assert holm_levels({"a": 0.01, "b": 0.02, "c": 0.04})["a"] == pytest.approx(0.05 / 3)
+    assert rejected({"a": 0.02, "b": 0.02, "c": 0.02}) == []
+    assert rejected({"a": 0.001, "b": 0.03, "c": 0.04}) == ["a"]  # "c" alone would pass at 0.05
+    assert holm_levels({}) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_called_better_whose_corrected_interval_touches_zero(seed):
+    draw = random.Random(seed)
+    differences = {
+        name: estimate([draw.gauss(-0.7, 1) for _ in range(5)]) for name in ("a", "b", "c", "d")
+    }
+    levels = holm_levels({name: p_value(value) for name, value in differences.items()})
+    for name, said in verdicts(differences).items():
+        corrected = differences[name].at(1 - levels[name])
+        assert (
+            (said == "better")
+            == (corrected.high < 0)
+            == (p_value(differences[name]) <= levels[name] and corrected.mean < 0)
+        )
+        assert corrected.low <= differences[name].low
+        assert corrected.high >= differences[name].high
 
 
 def test_a_steps_to_target_is_linear_in_the_logarithm():

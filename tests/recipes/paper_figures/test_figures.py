@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jacrev
 
-from blockopt.analysis.closed_forms.growth import BlockPart
+from blockopt.analysis.closed_forms.attention_growth import BlockPart
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import (
     FunctionalOperator,
