@@ -82,7 +82,7 @@ def _others() -> Iterator[Arm]:
     yield Arm("adamw", "AdamW", "AdamW with one learning rate", "adamw", adam)
     about = "AdamW with free learning rates for embeddings, 1-D parameters and matrices"
     space = (ADAM_LR, *RATIOS, DECAY)
-    yield Arm("adamw-groups", "AdamW, three learning rates", about, "adamw", space)
+    yield Arm("adamw-groups", "AdamW, 3 learning rates", about, "adamw", space)
     about = "AdamW with the fixed ratios of Wang et al. (sharpness disparity), without their method"
     title = "AdamW, published ratios"
     yield Arm("adamw-ratios", title, about, "block-adamw", adam, scales="ratios")
@@ -97,7 +97,12 @@ def _ours() -> Iterator[Arm]:
     bases = {
         "block-sgd": ("BlockSGD", SGD_LR, SGD_DECAY, ": SGD with decoupled decay"),
         "block-adamw": ("BlockAdamW", ADAM_LR, DECAY, ": AdamW itself, except for rounding"),
-        "block-adamw-block": ("BlockAdamW, one second moment per block", ADAM_LR, DECAY, ""),
+        "block-adamw-block": (
+            "BlockAdamW by block",
+            ADAM_LR,
+            DECAY,
+            ": one second moment per block",
+        ),
         "block-muon": ("BlockMuon", MUON_LR, DECAY, ": Muon with separate queries, keys, values"),
     }
     curvatures = {

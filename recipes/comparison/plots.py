@@ -55,41 +55,34 @@ def headline(comparison: Comparison, theme: Theme) -> Figure:
     study = comparison.study
     rows = [row for row in comparison.rows if math.isfinite(row.loss.mean)]
     rows = [row for row in rows if row.outcome.arm.control is None][::-1]
-    figure, (axes,) = _figure(theme, 1, 1.5 + 0.33 * len(rows))
-    ends = [
-        (row.loss.mean, row.loss.mean) if math.isnan(row.loss.low) else row.loss[2:4]
-        for row in rows
-    ]
-    low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=1.0)
-    start = math.floor(5 * (low - 0.35 * (high - low))) / 5  # bars from 0 would all look alike
-    for height, (row, (left, right)) in enumerate(zip(rows, ends)):
+    ends = {row.name: row.loss[2:4] for row in rows}
+    ends |= {row.name: (row.loss.mean,) * 2 for row in rows if math.isnan(row.loss.low)}
+    low = min((left for left, _ in ends.values()), default=0.0)
+    high = max((right for _, right in ends.values()), default=1.0)
+    start = max(0.0, math.floor(10 * (low - 0.5 * (high - low))) / 10)  # from 0, all look alike
+    figure, (axes,) = _figure(theme, 1, 1.35 + 0.33 * len(rows))
+    for height, row in enumerate(rows):
         color = theme.ours if row.outcome.arm.ours else theme.neutral
         axes.barh(height, row.loss.mean - start, left=start, height=0.72, color=color)
-        axes.plot([left, right], [height, height], color=theme.text, linewidth=1.4)
+        axes.plot(ends[row.name], [height, height], color=theme.text, linewidth=1.6)
         text = f" {row.loss.mean:.2f}"
-        axes.text(right, height, text, va="center", color=theme.text, fontsize=9)
+        axes.text(ends[row.name][1], height, text, va="center", color=theme.text, fontsize=9)
     axes.set_yticks(range(len(rows)), [row.outcome.arm.title for row in rows])
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(start, high + 0.12 * (high - start))
+    axes.set_xlim(start, high + 0.15 * (high - start))
     axes.set_ylim(-0.6, len(rows) - 0.4)
     unit = "byte" if study.data.tokenizer == "bytes" else "token"
-    axes.set_xlabel(
-        f"loss on held-out data, nats per {unit} (axis starts at {start:g})", fontsize=9
-    )
+    label = f"loss on held-out text, nats per {unit}"
+    label += f" (the axis starts at {start:g})" if start else ""
+    figure.supxlabel(label, color=theme.text, fontsize=9)
     data = {"stdlib": "Python's standard library"}.get(study.data.source, study.data.source)
-    size = f"GPT-2 of {study.name} parameters, {study.steps:,} steps, {study.seeds} seeds"
-    title = f"Language modelling on {data}: lower is better\n{size}, 95 % intervals"
-    axes.set_title(title, color=theme.text, fontsize=10, loc="left", x=0.0)
+    size = f"GPT-2 of {study.name} parameters, {data.rsplit('/', 1)[-1]}"
+    title = f"Loss after {study.steps:,} steps: lower is better\n{size}, {study.seeds} seeds"
+    figure.suptitle(f"{title}, 95 % intervals", color=theme.text, fontsize=9, x=0.01, ha="left")
     marks = {"blockopt": theme.ours, "others": theme.neutral}
-    handles = [Patch(color=color, label=label) for label, color in marks.items()]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=2,
-        fontsize=9,
-        frameon=False,
-        labelcolor=theme.text,
-    )
+    handles = [Patch(color=color, label=name) for name, color in marks.items()]
+    style = {"labelcolor": theme.text, "facecolor": theme.background, "edgecolor": theme.grid}
+    axes.legend(handles=handles, loc="upper right", fontsize=9, **style)
     return figure
 
 

@@ -419,7 +419,8 @@ def test_the_report_needs_no_network(comparison, tmp_path):
 
 def test_the_headline_is_for_people(comparison):
     """Plain names, ours in one colour, a title with task, size and steps; no controls."""
-    (axes,) = plots.headline(comparison, plots.LIGHT).axes
+    figure = plots.headline(comparison, plots.LIGHT)
+    (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     rows = [row for row in comparison.rows if row.outcome.arm.control is None]
     assert names == [row.outcome.arm.title for row in rows][::-1]
@@ -432,9 +433,11 @@ def test_the_headline_is_for_people(comparison):
         row = next(row for row in comparison.rows if row.outcome.arm.title == name)
         bar = bars[name]
         assert bar.get_x() + bar.get_width() == pytest.approx(row.loss.mean)
-    title = axes.get_title(loc="left")
-    assert "tiny parameters, 100 steps, 4 seeds" in title
-    assert "axis starts at" in axes.get_xlabel()
+    title = figure.get_suptitle()
+    assert "Loss after 100 steps" in title
+    assert "GPT-2 of tiny parameters, none, 4 seeds, 95 % intervals" in title
+    start = axes.get_xlim()[0]
+    assert f"the axis starts at {start:g}" in figure.get_supxlabel()
 
 
 def test_a_comparison_where_all_diverged_is_still_reported(tmp_path):
