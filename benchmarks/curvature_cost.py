@@ -284,8 +284,8 @@ def main() -> None:
     small, steps, seeds = SMALL, 200, 5
     if arguments.quick:
         arguments.size = arguments.train_size = "tiny"
-        arguments.batch, arguments.rounds, arguments.cycles = 1, 2, 1
-        small, steps, seeds = TINY, 20, 2
+        arguments.batch, arguments.rounds, arguments.cycles = 1, 1, 1
+        small, steps, seeds = TINY, 5, 1
     presets = {**PRESETS, "tiny": TINY}
     batch, config, train = arguments.batch, presets[arguments.size], presets[arguments.train_size]
 

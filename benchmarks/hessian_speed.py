@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.lib.attention_case import ROLES, AttentionCase
+from benchmarks.lib.exact_curvature import TINY
 from benchmarks.lib.options import Parser, positive
 from benchmarks.lib.output import at_most, chart, progress_bar, save, show, verdict, warn_if_busy
 from benchmarks.lib.timing import conditions, time_in_rounds, timed
@@ -339,7 +340,7 @@ def main() -> None:
             "gpt2_small": layer,
             "dense": dense(SIZES[:1] if quick else SIZES, rounds),
             "factored": factored(*((17, 8) if quick else (64, 64)), rounds),
-            "products": products(PRESETS["0.5M"], 2 if quick else 8, rounds),
+            "products": products(TINY if quick else PRESETS["0.5M"], 8, rounds),
             "growth": cost_growth(lengths, widths, 1 if quick else 3),
         }
     tables(results, run)

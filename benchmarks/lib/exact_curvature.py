@@ -23,7 +23,7 @@ from recipes.data.token_data import Batches, load_data
 
 Matrix = Literal["GN", "H"]
 SMALL = GPT2Config(vocab_size=64, context=32, width=16, depth=3, heads=2)
-TINY = GPT2Config(vocab_size=8, context=8, width=4, depth=2, heads=2)
+TINY = GPT2Config(vocab_size=8, context=8, width=4, depth=1, heads=2)
 LR = 3e-3
 CHUNK = 32  # unit vectors at a time; their activations should stay in the cache
 
