@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """A table of at most `width` columns, or as wide as its cells.
+    """Return a table of at most `width` columns, or as wide as its cells.
 
     Labels that are too long lose their middle, since they begin with a module and end with a role.
 
     Example:
-        >>> print(aligned([("block", "trace"), ("model.layers.10.self_attn.q_proj.weight query", "1")], 31))
+        >>> name = "model.layers.10.self_attn.q_proj.weight query"
+        >>> print(aligned([("block", "trace"), (name, "1")], 31))
         block                     trace
         model.layer…weight query      1
     """

@@ -11,9 +11,10 @@ matplotlib. The guide is README.md in this folder.
 from blockopt.analysis.block_report import Probes, measure_block
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
-from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian, LinearNetworkHessian
+from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian
 from blockopt.analysis.closed_forms.growth import fit_exponent, growth
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
+from blockopt.analysis.closed_forms.linear_network import LinearNetworkHessian
 from blockopt.analysis.closed_forms.normalization import Normalization
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss

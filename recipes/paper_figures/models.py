@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -22,14 +23,13 @@ Norm = Literal["none", "pre", "post"]
 
 
 def normal(generator: torch.Generator, *shape: int, width: int) -> nn.Parameter:
-    """GPT-2's initialisation as the paper has it: N(0, 0.64 / width), in float64."""
-    return nn.Parameter(
-        0.8 / math.sqrt(width) * torch.randn(shape, generator=generator, dtype=torch.float64)
-    )
+    """Draw GPT-2's initialisation as the paper has it: N(0, 0.64 / width), in float64."""
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return nn.Parameter(0.8 / math.sqrt(width) * drawn)
 
 
 def causal(length: int) -> Tensor:
-    """Who sees whom: (length, length), True for itself and those before."""
+    """Return who sees whom: (length, length), True for itself and those before."""
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
@@ -42,7 +42,7 @@ def attend(
     softmax: bool = True,
     sink: float = 0.0,
 ) -> Tensor:
-    """One head of attention on x (B, L, d); `sink` is added to all scores of the first token."""
+    """Apply one head of attention to x (B, L, d); `sink` is added to scores of the first token."""
     scores = (x @ query) @ (x @ key).mT / math.sqrt(query.shape[-1])
     scores = torch.cat([scores[..., :1] + sink, scores[..., 1:]], -1)
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1) if softmax else scores * visible
@@ -70,21 +70,21 @@ class Layer(nn.Module):
         self.mlp_out_bias = nn.Parameter(torch.zeros(width, dtype=torch.float64))
 
     def before(self, x: Tensor) -> Tensor:
-        """What attention or the MLP sees of the stream."""
+        """Return what attention or the MLP sees of the stream."""
         return F.layer_norm(x, x.shape[-1:]) if self.norm == "pre" else x
 
     def after(self, x: Tensor) -> Tensor:
-        """The stream after a residual connection."""
+        """Return the stream after a residual connection."""
         return F.layer_norm(x, x.shape[-1:]) if self.norm == "post" else x
 
     def above_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer, which takes each position alone."""
+        """Apply the rest of the layer, which takes each position alone."""
         x = self.after(x + attended)
         hidden = (self.before(x) @ self.mlp_in + self.mlp_in_bias).relu()
         return self.after(x + hidden @ self.mlp_out + self.mlp_out_bias)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:  # (B, L, d)
-        """The stream after the layer."""
+        """Return the stream after the layer."""
         mixed = attend(
             self.before(x), self.query, self.key, self.value, visible, self.softmax, self.sink
         )
@@ -92,16 +92,16 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The ICLR paper's GPT-2 (Appendix F): tokens and positions, single-head layers, unembedding; cross-entropy.
+    """The ICLR paper's GPT-2 (Appendix F): embeddings, single-head layers, unembedding.
 
     Args:
         width: d_V = d_K.
         depth: Number of layers.
-        norm: "pre" also has a norm at the end, as GPT-2; "none" none at all.
-        softmax: Or linear attention.
-        scale: σ, standard deviation of the embeddings of tokens and positions; as the other weights
-            by default.
-        seed: Of all weights. It draws the same numbers for any scale.
+        norm: "pre" also has a norm at the end, like GPT-2; "none" has none at all.
+        softmax: Whether attention has a softmax; otherwise it is linear.
+        scale: σ, standard deviation of the embeddings of tokens and positions; by default that of
+            the other weights.
+        seed: Decides all weights. It draws the same numbers for any scale.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class Transformer(nn.Module):
                     embedding.mul_(scale / 0.8 * math.sqrt(width))
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """What enters the first layer."""
+        """Return what enters the first layer."""
         return self.tokens[inputs] + self.positions[: inputs.shape[1]]
 
     def unembed(self, x: Tensor) -> Tensor:
-        """From the stream to the logits."""
+        """Return the logits of the stream."""
         x = F.layer_norm(x, x.shape[-1:]) if self.norm == "pre" else x
         return x @ self.unembedding + self.unembedding_bias
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy over the targets that count."""
+        """Return the mean cross-entropy over the targets that count."""
         x, visible = self.embed(inputs), causal(inputs.shape[1])
         for layer in self.layers:
             x = layer(x, visible)
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
 
 
 class LinearAttentionChain(nn.Module):
-    """Layers of attention without softmax, without anything between them, and an unembedding; squared error (Figure 7)."""
+    """Attention layers without softmax or anything between them, and squared error (Figure 7)."""
 
     def __init__(self, width: int, depth: int, *, scale: float, seed: int = 0) -> None:
         super().__init__()
@@ -165,11 +165,9 @@ class LinearAttentionChain(nn.Module):
         self.unembedding = normal(generator, width, CLASSES, width=width)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean squared error against one-hot targets, over those that count."""
-        x, visible = (
-            self.tokens[inputs] + self.positions[: inputs.shape[1]],
-            causal(inputs.shape[1]),
-        )
+        """Return the mean squared error against one-hot targets, over those that count."""
+        length = inputs.shape[1]
+        x, visible = self.tokens[inputs] + self.positions[:length], causal(length)
         for layer in self.layers:
             x = attend(x, layer["query"], layer["key"], layer["value"], visible, softmax=False)
         counts = targets != IGNORED
@@ -177,7 +175,7 @@ class LinearAttentionChain(nn.Module):
 
 
 class PatchTransformer(nn.Module):
-    """The second paper's vision transformer, of one post-norm block: patches, positions, mean of the tokens, classes."""
+    """The second paper's vision transformer: patches, one post-norm block, mean, classes."""
 
     def __init__(self, patch: int, tokens: int, width: int, classes: int, seed: int = 0) -> None:
         super().__init__()
@@ -189,7 +187,7 @@ class PatchTransformer(nn.Module):
         self.head_bias = nn.Parameter(torch.zeros(classes, dtype=torch.float64))
 
     def forward(self, images: Tensor) -> Tensor:  # (B, tokens, patch)
-        """The logits."""
+        """Return the logits."""
         x = images @ self.patches + self.positions
         x = self.layer(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool))
         return x.mean(1) @ self.head + self.head_bias
@@ -204,28 +202,20 @@ def synthetic_images(
     pixel: float = 0.31,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Images that we make: a smooth pattern a class, shifted at random, with noise; as patches of 4 x 4, and their classes.
+    """Return images, as patches of 4 x 4 (number, tokens, 16), and their classes (number,).
 
-    Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31. The
-    patterns are the same for all seeds. Returns (number, tokens, 16) and (number,).
+    Each class has a smooth pattern, the same for all seeds, which is shifted at random and gets
+    noise. Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31.
     """
-    shapes = torch.randn(
-        classes,
-        1,
-        side // 2,
-        side // 2,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float64,
-    )
-    patterns = F.interpolate(
-        shapes, size=(side, side), mode="bilinear", align_corners=False
-    ).squeeze(1)
+    drawn = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
+    shapes = torch.randn(classes, 1, side // 2, side // 2, **drawn)
+    smooth = {"mode": "bilinear", "align_corners": False}
+    patterns = F.interpolate(shapes, size=(side, side), **smooth).squeeze(1)
     generator = torch.Generator().manual_seed(seed + 1)
     labels = torch.randint(classes, (number,), generator=generator)
     shifts = torch.randint(-1, 2, (number, 2), generator=generator).tolist()
-    images = torch.stack(
-        [patterns[label].roll(shift, (0, 1)) for label, shift in zip(labels.tolist(), shifts)]
-    )
+    pairs = zip(labels.tolist(), shifts)
+    images = torch.stack([patterns[label].roll(shift, (0, 1)) for label, shift in pairs])
     images = images + noise * torch.randn(images.shape, generator=generator, dtype=torch.float64)
     images = pixel * (images - images.mean()) / images.std()
     patches = images.unfold(1, 4, 4).unfold(2, 4, 4)  # (B, 3, 3, 4, 4)
@@ -233,14 +223,14 @@ def synthetic_images(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Over all targets that count."""
+    """Return the mean cross-entropy over all targets that count."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
 def last_layer_hessian(
     model: Transformer, inputs: Tensor, targets: Tensor, part: Part = "full"
 ) -> SelfAttentionHessian:
-    """The exact Hessian of the attention weights of the last layer: nothing above them mixes positions."""
+    """Return the exact Hessian of the last layer's attention: nothing above mixes positions."""
     with torch.no_grad():
         visible, x = causal(inputs.shape[1]), model.embed(inputs)
         for lower in model.layers[:-1]:
@@ -263,25 +253,13 @@ def last_layer_hessian(
 def last_layer_norms(
     model: Transformer, inputs: Tensor, targets: Tensor, roles: Sequence[str]
 ) -> dict[BlockPart, float]:
-    """Exact Frobenius norms of H_o, H_f (split at the logits) and H of the last layer."""
+    """Return exact Frobenius norms of H_o, H_f (split at the logits) and H of the last layer."""
     outer = last_layer_hessian(model, inputs, targets, "outer")
-    if (
-        model.norm == "none"
-    ):  # ReLU networks are linear between kinks: all second derivatives are those of attention
-        chosen = {
-            "outer": (outer, "outer"),
-            "functional": (outer, "functional"),
-            "full": (outer, "full"),
-        }
-    else:
-        functional, full = (
-            last_layer_hessian(model, inputs, targets, part) for part in ("functional", "full")
-        )
-        chosen = {
-            "outer": (outer, "outer"),
-            "functional": (functional, "full"),
-            "full": (full, "full"),
-        }
+    # ReLU networks are linear between kinks: all second derivatives are those of attention.
+    chosen = {part: (outer, part) for part in ("outer", "functional", "full")}
+    if model.norm != "none":
+        for part in ("functional", "full"):
+            chosen[part] = (last_layer_hessian(model, inputs, targets, part), "full")
     return {
         BlockPart(name, role): float(hessian.factored(role, part=part).frobenius())
         for name, (hessian, part) in chosen.items()
@@ -298,15 +276,13 @@ def estimated_norms(
     probes: int,
     seed: int,
 ) -> dict[BlockPart, float]:
-    """The same for any layer, estimated with random signs as in the paper; H is `H_o + H_f` on the same probes."""
+    """Estimate these norms for any layer with random signs, as in the paper."""
     found = {}
     for role in roles:
         options = {"names": [f"layers.{layer}.{role}"], "check_deterministic": False}
-        loss = lambda: model(inputs, targets)  # noqa: E731
-        G, functional = (
-            GaussNewtonOperator(model, loss, **options),
-            FunctionalOperator(model, loss, **options),
-        )
+        loss = functools.partial(model, inputs, targets)
+        G = GaussNewtonOperator(model, loss, **options)
+        functional = FunctionalOperator(model, loss, **options)
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(2, (G.shape[0], probes), generator=generator).mul(2).sub(1).double()
         products = {"outer": G @ signs, "functional": functional @ signs}
@@ -317,10 +293,10 @@ def estimated_norms(
 
 
 def linear_mlp_norms(x: Tensor, weights: Sequence[Tensor]) -> list[float]:
-    """Exact Frobenius norms of the diagonal blocks of `F.mse_loss(x W_1 ... W_D, any target)`, x (N, d).
+    """Return exact norms of the diagonal blocks of `F.mse_loss(x W_1 ... W_D, any target)`.
 
-    A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product of the
-    weights above it, A: its norm is the product of two.
+    x is (N, d). A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product
+    of the weights above it, A: its norm is the product of two.
     """
     above = [torch.eye(weights[-1].shape[1], dtype=x.dtype)]
     for W in reversed(weights[1:]):

@@ -1,4 +1,4 @@
-"""What a figure comes with: numbers predicted and measured, and whether it is reproduced by criteria told in advance."""
+"""What a figure comes with: numbers predicted and measured, and criteria told in advance."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Effort:
     """How much is measured. The paper's sizes are those of `FULL`.
 
     Attributes:
-        repeats: Of each measurement, with other weights.
+        repeats: Repeats of each measurement, with other weights.
         scales: Number of scales σ.
-        width: d_V = d_K of the growth figures.
+        width: d_V = d_K in the growth figures.
         deep_width: The same where there are several layers.
-        sequences: Number of sums, of the growth figures.
-        probes: Random vectors of an estimated norm.
-        depth: Of the deepest transformer.
+        sequences: Number of sums in the growth figures.
+        probes: Random vectors per estimated norm.
+        depth: Depth of the deepest transformer.
         small: Width of the models whose whole Hessian is built.
-        samples: Number of sums they see; of images, 32 times as many.
-        steps: Of training.
+        samples: Number of sums that they see; of images, 32 times as many.
+        steps: Training steps.
     """
 
     repeats: int
@@ -46,42 +46,10 @@ class Effort:
     steps: int
 
 
-FULL = Effort(
-    repeats=20,
-    scales=20,
-    width=128,
-    deep_width=128,
-    sequences=64,
-    probes=20,
-    depth=5,
-    small=16,
-    samples=64,
-    steps=1000,
-)
-QUICK = Effort(
-    repeats=3,
-    scales=8,
-    width=128,
-    deep_width=48,
-    sequences=8,
-    probes=10,
-    depth=3,
-    small=16,
-    samples=64,
-    steps=300,
-)
-TINY = Effort(
-    repeats=2,
-    scales=4,
-    width=8,
-    deep_width=6,
-    sequences=2,
-    probes=4,
-    depth=2,
-    small=4,
-    samples=4,
-    steps=5,
-)
+# repeats, scales, width, deep_width, sequences, probes, depth, small, samples, steps
+FULL = Effort(20, 20, 128, 128, 64, 20, 5, 16, 64, 1000)
+QUICK = Effort(3, 8, 128, 48, 8, 10, 3, 16, 64, 300)
+TINY = Effort(2, 4, 8, 6, 2, 4, 2, 4, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -89,14 +57,14 @@ class Check:
     """One statement of the figure: it holds if the measured number lies in a range.
 
     Attributes:
-        what: Is measured.
-        predicted: By the paper, in words.
+        what: What is measured.
+        predicted: What the paper predicts, in words.
         measured: The number.
-        low: Smallest that agrees.
-        high: Largest that agrees.
+        low: The smallest that agrees.
+        high: The largest that agrees.
         error: Standard error over repeats, NaN if there is none.
-        ours: Whether it is no statement of the paper but one of ours about the run: a figure where
-            it fails is not reproduced.
+        ours: Whether it is not a statement of the paper but one of ours about the run: a figure
+            where it fails is not reproduced.
     """
 
     what: str
@@ -113,20 +81,15 @@ class Check:
         return self.low <= self.measured <= self.high
 
     def row(self) -> list[str]:
-        """The cells of a table."""
+        """Return the cells of a table."""
         error = "" if math.isnan(self.error) else f" ± {self.error:.2g}"
         if self.low == -math.inf or self.high == math.inf:
             criterion = f"<= {self.high:.4g}" if self.low == -math.inf else f">= {self.low:.4g}"
         else:
             criterion = f"{self.low:.8g} to {self.high:.8g}"
         predicted = f"(ours) {self.predicted}" if self.ours else self.predicted
-        return [
-            self.what,
-            predicted,
-            f"{self.measured:.4g}{error}",
-            criterion,
-            "yes" if self.holds else "NO",
-        ]
+        holds = "yes" if self.holds else "NO"
+        return [self.what, predicted, f"{self.measured:.4g}{error}", criterion, holds]
 
 
 HEADER = ["what", "paper", "measured", "criterion", "holds"]
@@ -138,8 +101,8 @@ class Outcome:
 
     Attributes:
         title: What it shows.
-        setting: Of this run.
-        checks: Statements of the paper about it.
+        setting: The sizes of this run.
+        checks: The statements of the paper about it.
         figure: The plot.
     """
 
@@ -150,14 +113,14 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Reproduced if all statements of the paper hold, not reproduced if none does, partly otherwise."""
+        """Reproduced if all statements of the paper hold, not if none does, partly otherwise."""
         held = [check.holds for check in self.checks if not check.ours]
         if not any(held) or not all(check.holds for check in self.checks if check.ours):
             return "not reproduced"
         return "reproduced" if all(held) else "partly reproduced"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain data for JSON."""
         checks = [
             {
                 "what": c.what,
@@ -170,34 +133,41 @@ class Outcome:
             }
             for c in self.checks
         ]
-        return {
-            "title": self.title,
-            "setting": self.setting,
-            "verdict": self.verdict,
-            "checks": checks,
-        }
+        named = {name: getattr(self, name) for name in ("title", "setting", "verdict")}
+        return named | {"checks": checks}
 
     def markdown(self) -> str:
-        """The table of checks."""
+        """Return the table of checks."""
         rows = [HEADER, ["---"] * len(HEADER), *(check.row() for check in self.checks)]
-        return "\n".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-        )
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def panels(
+    rows: int, columns: int, width: float = 4.0, height: float = 3.4, *, title: str = ""
+) -> tuple[Figure, list[Any]]:
+    """Return a new figure, and its axes row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 class Run:
     """How much to measure, and a bar that shows how far it is.
 
     Args:
-        effort: Sizes.
-        progress: Bars; none if None.
+        effort: How much to measure.
+        progress: Where to draw bars, if anywhere.
     """
 
     def __init__(self, effort: Effort, progress: Progress | None = None) -> None:
         self.effort, self.progress = effort, progress
 
     def steps(self, title: str, total: int) -> Callable[[], None]:
-        """A new bar; what is returned moves it on by one."""
+        """Add a bar, and return a function that moves it on by one."""
         if self.progress is None:
             return lambda: None
         task, bars = self.progress.add_task(title, total=total), self.progress
@@ -206,7 +176,7 @@ class Run:
     def growth(
         self, measure: Callable[[float, int], Mapping[Any, float]], scales: Tensor, title: str
     ) -> Growth[Any]:
-        """Norms at all scales, of all repeats."""
+        """Measure norms at all scales, in all repeats."""
         step = self.steps(title, len(scales) * self.effort.repeats)
 
         def measured(sigma: float, seed: int) -> Mapping[Any, float]:
@@ -226,17 +196,17 @@ def exponent_check(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Check:
-    """That a norm grows with the predicted exponent over `low <= σ < high`."""
+    """Check that a norm grows with the predicted exponent over `low <= σ < high`."""
     found = data.exponents(low, high)[label]
-    what = f"exponent of {label}"
-    return Check(
-        what,
-        f"{predicted:g}",
-        found.value,
-        predicted - tolerance,
-        predicted + tolerance,
-        found.standard_error,
-    )
+    return near(f"exponent of {label}", predicted, found.value, tolerance, found.standard_error)
+
+
+def near(
+    what: str, predicted: float, measured: float, tolerance: float, error: float = math.nan
+) -> Check:
+    """Check that a number is as predicted, up to a tolerance."""
+    low, high = predicted - tolerance, predicted + tolerance
+    return Check(what, f"{predicted:g}", measured, low, high, error)
 
 
 def mean_check(
@@ -246,23 +216,17 @@ def mean_check(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> Check:
-    """That the mean of repeats, of a logarithm say, lies in a range."""
+    """Check that the mean over repeats lies in a range."""
     mean, error = _mean(values)
     return Check(what, predicted, mean, low, high, error)
 
 
 def sign_check(what: str, predicted: str, values: Sequence[float], sign: Literal[-1, 1]) -> Check:
-    """That the mean of repeats is positive, or negative, by two standard errors at least."""
+    """Check that the mean over repeats has a sign, by two standard errors at least."""
     mean, error = _mean(values)
     beyond = 0.0 if math.isnan(error) else 2 * error
-    return Check(
-        what,
-        predicted,
-        mean,
-        beyond if sign > 0 else -math.inf,
-        math.inf if sign > 0 else -beyond,
-        error,
-    )
+    bounds = (beyond, math.inf) if sign > 0 else (-math.inf, -beyond)
+    return Check(what, predicted, mean, *bounds, error)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockopt.analysis import plots
-from blockopt.analysis.closed_forms.growth import BlockPart
+from blockopt.analysis.closed_forms.attention_growth import BlockPart
 from blockopt.analysis.spectral.density import SpectralDensity
 from blockopt.analysis.taylor import LossDifference
 from blockopt.blocks import BlockGroup
@@ -188,7 +188,8 @@ def test_nothing_global_changes():
 
 
 def test_importing_plots_does_not_import_matplotlib():
-    code = "import sys; from blockopt.analysis import plots; plots.role_color('query'); sys.exit('matplotlib' in sys.modules)"
+    use = "import sys; from blockopt.analysis import plots; plots.role_color('query'); "
+    code = use + "sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def exact_matrix(model, ids, names):
-    """The Hessian of the mean cross-entropy of the next token in some parameters, flattened one after another."""
+    """The Hessian of the mean cross-entropy of the next token in some parameters."""
     parameters = dict(model.named_parameters())
     sizes = [parameters[name].numel() for name in names]
 

@@ -29,7 +29,7 @@ def random_update(model, size=1.0, seed=0):
 
 
 def group_directions(model, update, by):
-    """One row a group: the update where the group is, and zero elsewhere, all parameters one after another."""
+    """One row per group: the update where the group is, and zero elsewhere."""
     labels, groups = block_groups(find_blocks(model), by)
     rows = torch.zeros(
         len(labels), sum(p.numel() for p in trainable(model).values()), dtype=torch.float64
@@ -229,7 +229,7 @@ def test_differences_of_means():
 
 
 def quadratic_samples(number=400, width=6, seed=0):
-    """Losses `c_i + ½ (w - w*)ᵀ H_i (w - w*)` with indefinite `H_i`, all with a zero gradient at `w*`."""
+    """Losses `c_i + ½ (w - w*)ᵀ H_i (w - w*)` with indefinite `H_i`."""
     generator = torch.Generator().manual_seed(seed)
     constants = torch.rand(number, generator=generator, dtype=torch.float64)
     hessians = torch.randn(number, width, width, generator=generator, dtype=torch.float64)
@@ -263,7 +263,7 @@ def test_the_bound_by_hand():
 
 
 def test_the_bound_is_attained():
-    """One loss of L̄ after any number of zeros, at w* itself: there is no smaller bound, so no better rate than 1/k."""
+    """One loss of L̄ after zeros, at w* itself, attains the bound: no rate beats 1/k."""
     for k in (1, 10, 1000):
         losses = torch.zeros(k + 1, dtype=torch.float64)
         losses[-1] = 3.0

@@ -1,10 +1,10 @@
-"""Attention moments and softmax derivatives: the matrices in which the ICLR 2025 paper writes the self-attention Hessian.
+"""Attention moments and softmax derivatives, in which the ICLR 2025 paper writes the Hessian.
 
-Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a theoretical
-Hessian analysis". Each row of the attention matrix A is a distribution over tokens; the Hessian
-depends on its first three moments. Everything here is for one head and one sequence, in the paper's
-layout (row-major vectorisation), for reading and for checks: `self_attention` computes the Hessian
-without these large matrices.
+The paper is Ormaniec, Dangel and Singh, "What does it mean to be a transformer? Insights from a
+theoretical Hessian analysis". Each row of the attention matrix A is a distribution over tokens, and
+the Hessian depends on its first three moments. Everything here is for one head and one sequence, in
+the paper's layout (row-major vectorisation), for reading and for checks: `self_attention` computes
+the Hessian without these large matrices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 
 def attention_moment(A: Tensor, X: Tensor, order: int) -> Tensor:
-    """Definition 3.1: the mean (order 1) or a central moment (order 2 or 3) of the tokens under each row of A.
+    """Return the mean (order 1) or a central moment of the tokens under each row of A.
 
-    `M_1 = A X`, `[M_2]_i = Σ_j A_ij x̃ x̃ᵀ` and `[M_3]_i = Σ_j A_ij x̃ ⊗ x̃ x̃ᵀ` with `x̃ = x_j -
-    [M_1]_i`. The paper's flat matrices are `.flatten(0, -2)` of what is returned.
+    This is Definition 3.1: `M_1 = A X`, `[M_2]_i = Σ_j A_ij x̃ x̃ᵀ` and
+    `[M_3]_i = Σ_j A_ij x̃ ⊗ x̃ x̃ᵀ` with `x̃ = x_j - [M_1]_i`. The paper's flat matrices are
+    `.flatten(0, -2)` of what is returned.
 
     Args:
         A: Attention weights, (L, L).
@@ -56,7 +57,8 @@ def softmax_row_hessian(row: Tensor) -> Tensor:
     `∂²a_j/∂t² = a_j (2 a aᵀ + e_j e_jᵀ - diag(a) - e_j aᵀ - a e_jᵀ)`.
 
     Example:
-        >>> softmax_row_hessian(torch.tensor([0.5, 0.5])).sum(0).abs().max()  # the entries sum to 1, whatever t is
+        >>> a = torch.tensor([0.5, 0.5])
+        >>> softmax_row_hessian(a).sum(0).abs().max()  # the entries sum to 1, whatever t is
         tensor(0.)
     """
     unit = torch.eye(len(row), dtype=row.dtype, device=row.device)
@@ -69,17 +71,15 @@ def softmax_row_hessian(row: Tensor) -> Tensor:
 
 
 def softmax_hessian(A: Tensor) -> Tensor:
-    """Lemma C.1: `∂²A/∂T²` of the row-wise softmax, (L⁴, L²), block-diagonal with blocks `D_i` of (L³, L).
+    """Lemma C.1: `∂²A/∂T²` of the row-wise softmax, (L⁴, L²), block-diagonal.
 
-    `D_i` stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row** (with e_j it is
-    wrong). The paper prints `∂²F` for `∂²A` on the left.
+    The block `D_i` (L³, L) stacks `e_i ⊗ ∂²A_ij/∂T_i²` over j, where i is the attention **row**
+    (with e_j it is wrong). The paper prints `∂²F` for `∂²A` on the left.
     """
     length = len(A)
     blocks = []
     for i, row in enumerate(A):
-        block = A.new_zeros(
-            length, length, length, length
-        )  # entry j, row of T that is derived by, and its two entries
+        block = A.new_zeros(4 * (length,))  # entry j, the row of T, and its two entries
         block[:, i] = softmax_row_hessian(row)
         blocks.append(block.reshape(length**3, length))
     whole: Tensor = torch.block_diag(*blocks)
@@ -87,7 +87,10 @@ def softmax_hessian(A: Tensor) -> Tensor:
 
 
 def first_data_term(A: Tensor, X: Tensor) -> Tensor:
-    """Remark 3.1: `Z_1 = (I ⊗ Xᵀ) ∂A/∂T (X ⊗ X) = X * M_2`, (L d, d²): row block i is `x_iᵀ ⊗ [M_2]_i`."""
+    """Remark 3.1: `Z_1 = (I ⊗ Xᵀ) ∂A/∂T (X ⊗ X) = X * M_2`, (L d, d²).
+
+    Its row block i is `x_iᵀ ⊗ [M_2]_i`.
+    """
     second = attention_moment(A, X, 2)
     return torch.einsum("ia,ibc->ibac", X, second).reshape(X.numel(), -1)
 
@@ -96,8 +99,8 @@ def second_data_term(A: Tensor, X: Tensor) -> Tensor:
     """Remark 3.1: `Z_2 = (I ⊗ Xᵀ ⊗ Xᵀ ⊗ Xᵀ) ∂²A/∂T² (X ⊗ X)`, (L d³, d²).
 
     It is `(I_L ⊗ K_dd ⊗ I_d)` times the row blocks `x_i x_iᵀ ⊗ [M_3]_i`, which is what "X * Xᵀ *
-    M_3" has to mean in the paper for the sizes to fit; its proof prints (L d², d) and ends in "M_3
-    =" for "Z_2 =".
+    M_3" must mean in the paper for the sizes to fit. Its proof prints (L d², d), and ends in
+    "M_3 =" for "Z_2 =".
     """
     length, width = X.shape
     third = attention_moment(A, X, 3)  # (L, d, d, d)
@@ -121,5 +124,6 @@ def commutation_matrix(m: int, n: int, dtype: torch.dtype = torch.float64) -> Te
 def _check(A: Tensor, X: Tensor) -> None:
     if A.ndim != 2 or X.ndim != 2 or A.shape != (len(X), len(X)):
         raise ValueError(
-            f"Invalid shapes A {tuple(A.shape)} and X {tuple(X.shape)}. Must be (L, L) and (L, d): one head, one sequence."
+            f"Invalid shapes A {tuple(A.shape)} and X {tuple(X.shape)}. Must be (L, L) and (L, d): "
+            "one head, one sequence."
         )

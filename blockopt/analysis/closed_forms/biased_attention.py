@@ -1,4 +1,4 @@
-"""Attention with biases, and with the gain and bias of the norm before it, as attention without them on one feature more.
+"""Attention with biases and with the gain and bias of a norm, as plain attention on [x̂, 1].
 
 With x̂ the normalized token, γ and β the gain and bias of the norm, the query is
 
@@ -29,9 +29,9 @@ class BiasedAttention:
     Args:
         X: Tokens (B, L, d); with a norm before attention, normalized, but without its gain and
             bias.
-        weights: "query", "key", "value" (d, dk) or (H, d, dk), and if there are any "output" (dk,
-            d) or (H, dk, d), "query_bias", "key_bias", "value_bias" (dk,) or (H, dk),
-            "output_bias", "first_gain", "first_bias" (d,). Others are not read.
+        weights: "query", "key", "value" (d, dk) or (H, d, dk), and optionally "output" (dk, d) or
+            (H, dk, d), "query_bias", "key_bias", "value_bias" (dk,) or (H, dk), "output_bias",
+            "first_gain", "first_bias" (d,). Others are not read.
         mask: See `AttentionMap`.
         scale: See `AttentionMap`.
     """
@@ -47,15 +47,14 @@ class BiasedAttention:
         self._check(weights, X.shape[-1])
         self._sizes = {role: weights[role].numel() for role in self.roles}
         gain, bias = weights.get("first_gain"), weights.get("first_bias")
-        # W̃ = fold W, and a bias in its last row; there is nothing to fold in most cases.
+        # W̃ = fold W, and a bias in its last row; in most cases there is nothing to fold.
         plain = set(self.roles) <= {*PROJECTIONS, "output", "output_bias"}
         self._fold = None
         if not plain:
             X = torch.cat([X, torch.ones_like(X[..., :1])], -1)
             last = torch.zeros_like(X[0, 0, :-1]) if bias is None else bias
-            self._fold = torch.cat(
-                [torch.diag(torch.ones_like(last) if gain is None else gain), last.unsqueeze(0)]
-            )
+            diagonal = torch.ones_like(last) if gain is None else gain
+            self._fold = torch.cat([torch.diag(diagonal), last.unsqueeze(0)])
         folded = {role: W if self._fold is None else self._fold @ W for role, W in self._W.items()}
         for role in PROJECTIONS:
             if f"{role}_bias" in weights:
@@ -69,18 +68,17 @@ class BiasedAttention:
         self.output = self._map.output + weights.get("output_bias", 0)
 
     def jacobian(self, role: str) -> Tensor:
-        """∂output/∂weight, (B·L·d, n)."""
+        """Return ∂output/∂weight, (B·L·d, n)."""
         if role == "output_bias":
             width = self.output.shape[-1]
             identity = torch.eye(width, dtype=self.output.dtype, device=self.output.device)
             return identity.repeat(self.output.numel() // width, 1)
-        inner = self._inner(role)
-        return torch.stack(
-            [_times(self._map.jacobian(name), matrix) for name, matrix in inner.items()]
-        ).sum(0)
+        inner = self._inner(role).items()
+        parts = [_times(self._map.jacobian(name), matrix) for name, matrix in inner]
+        return torch.stack(parts).sum(0)
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
-        """Σ g·∂²output by two weights, (n_row, n_column)."""
+        """Return Σ g·∂²output by two weights, (n_row, n_column)."""
         total = g.new_zeros(self._sizes[row], self._sizes[column])
         if "output_bias" in (row, column):
             return total
@@ -95,7 +93,7 @@ class BiasedAttention:
         return total
 
     def _inner(self, role: str) -> dict[str, Tensor | None]:
-        """∂W̃/∂weight, (n of W̃, n of the weight), for each W̃ that has it; None is the identity."""
+        """Return ∂W̃/∂weight, (n of W̃, n), for each W̃ that has it; None is the identity."""
         if role == "output" or (self._fold is None and role in PROJECTIONS):
             return {role: None}
         assert self._fold is not None
@@ -105,16 +103,12 @@ class BiasedAttention:
             return {role: torch.block_diag(*[one] * len(self._W[role]))}
         if role.endswith("_bias") and role != "first_bias":
             name = role.removesuffix("_bias")
-            last = torch.cat(
-                [torch.zeros_like(identity[0]), torch.ones_like(identity[0, :1])]
-            ).unsqueeze(-1)
-            return {
-                name: torch.block_diag(*[torch.kron(last, self._one(name))] * len(self._W[name]))
-            }
-        by_gain, by_bias = (
-            torch.diag_embed(identity),
-            identity.unsqueeze(0),
-        )  # the rows of fold but the last, and the last
+            last = torch.zeros_like(self._fold[:, :1])
+            last[-1] = 1
+            one = torch.kron(last, self._one(name))
+            return {name: torch.block_diag(*[one] * len(self._W[name]))}
+        # The rows of fold but the last, and the last
+        by_gain, by_bias = torch.diag_embed(identity), identity.unsqueeze(0)
         if role == "first_gain":
             by_bias = torch.zeros_like(by_bias)
         else:
@@ -126,14 +120,15 @@ class BiasedAttention:
         }
 
     def _products(self, role: str, norm: str, g: Tensor) -> Tensor:
-        """Σ gradient by W̃ · ∂²W̃ by W and γ or β, (n, d): row (h, j, k) has its entry in column j."""
+        """Return Σ gradient by W̃ · ∂²W̃ by W and γ or β, (n, d).
+
+        Row (h, j, k) has its entry in column j.
+        """
         heads, width, size = self._W[role].shape
         gradient = (g.reshape(1, -1) @ self._map.jacobian(role)).reshape(heads, width + 1, size)
-        entries = (
-            gradient[:, :-1]
-            if norm == "first_gain"
-            else gradient[:, -1:].expand(heads, width, size)
-        )
+        entries = gradient[:, :-1]
+        if norm != "first_gain":
+            entries = gradient[:, -1:].expand(heads, width, size)
         return torch.diag_embed(entries.movedim(1, 2)).movedim(1, 2).flatten(0, 2)
 
     def _one(self, role: str) -> Tensor:
@@ -141,27 +136,21 @@ class BiasedAttention:
         return torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
 
     def _check(self, weights: Mapping[str, Tensor], width: int) -> None:
-        for role in PROJECTIONS:
-            if self._W[role].ndim != 3 or self._W[role].shape[1] != width:
+        def check(role: str, fits: bool, wanted: str) -> None:
+            if not fits:
                 given = tuple(weights[role].shape)
-                raise ValueError(
-                    f"Invalid {role} of shape {given}. Must be ({width}, dk) or (heads, {width}, dk)."
-                )
-            bias, heads = weights.get(f"{role}_bias"), self._W[role].shape[0]
-            wanted = (
-                (heads, self._W[role].shape[-1])
-                if weights[role].ndim == 3
-                else self._W[role].shape[-1:]
-            )
-            if bias is not None and bias.shape != tuple(wanted):
-                raise ValueError(
-                    f"Invalid {role}_bias of shape {tuple(bias.shape)}. Must be {tuple(wanted)} to fit {role}."
-                )
+                raise ValueError(f"Invalid {role} of shape {given}. Must be {wanted}.")
+
+        for role in PROJECTIONS:
+            W, bias = self._W[role], weights.get(f"{role}_bias")
+            fits = W.ndim == 3 and W.shape[1] == width
+            check(role, fits, f"({width}, dk) or (heads, {width}, dk)")
+            shape = W.shape[-1:] if weights[role].ndim == 2 else (W.shape[0], W.shape[-1])
+            fits = bias is None or bias.shape == tuple(shape)
+            check(f"{role}_bias", fits, f"{tuple(shape)} to fit {role}")
         for role in (*FIRST_ROLES, "output_bias"):
-            if role in weights and weights[role].shape != (width,):
-                raise ValueError(
-                    f"Invalid {role} of shape {tuple(weights[role].shape)}. Must be ({width},), the width of X."
-                )
+            fits = role not in weights or weights[role].shape == (width,)
+            check(role, fits, f"({width},), the width of X")
 
 
 def _times(block: Tensor, matrix: Tensor | None) -> Tensor:

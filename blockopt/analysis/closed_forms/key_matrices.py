@@ -1,7 +1,7 @@
-"""The key block of softmax attention as a sum of Kronecker products, `H(K,K) = Σ_i E_i ⊗ q_i q_iᵀ`, without its matrices.
+"""The matrices E_i of the key block `H(K,K) = Σ_i E_i ⊗ q_i q_iᵀ` of attention, never built.
 
-Those of queries and values are small, dk or dv on a side, and simply held. Those of keys have the
-width of the tokens.
+The matrices of queries and values are small, dk or dv on a side, and simply held. Those of keys
+have the width of the tokens.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.attention_map import AttentionHead
+from blockopt.analysis.closed_forms.attention_head import AttentionHead
 
 # Slices of the matrices of all positions take about this much memory.
 CHUNK_BYTES = 2**28
 
 
 class KeyMatrices:
-    """The matrices of a key block, d by d for each position: held through what they are made of.
+    """The matrices of a key block, d by d for each position, held through their factors.
 
     `E_i = scale² (D_iᵀ Λ_i D_i + T_i)`, with `D_i = Cov_i(v, x)` and, as the w_ij of i sum to 0,
     `T_i = Σ_j w_ij x_j x_jᵀ - c_i m_iᵀ - m_i c_iᵀ`, `c_i = Σ_j w_ij x_j`.
@@ -38,11 +38,11 @@ class KeyMatrices:
         self._m, self._c = head.means["x"], w @ self._x
 
     def traces(self) -> Tensor:
-        """(n,)."""
+        """Return the trace of each, (n,)."""
         return self.diagonals().sum(-1)
 
     def diagonals(self) -> Tensor:
-        """(n, d)."""
+        """Return the diagonal of each, (n, d)."""
         total = self._x.new_zeros(self._x.shape)
         if self._outer is not None:
             D, curvature = self._outer
@@ -52,7 +52,7 @@ class KeyMatrices:
         return self._scale * total.flatten(0, 1)
 
     def product(self, z: Tensor) -> Tensor:
-        """`E_i z_i`, (n, d, k)."""
+        """Return `E_i z_i`, (n, d, k)."""
         z = z.unflatten(0, self._x.shape[:2])
         total = torch.zeros_like(z)
         if self._outer is not None:
@@ -66,7 +66,7 @@ class KeyMatrices:
         return self._scale * total.flatten(0, 1)
 
     def inner_products(self) -> Tensor:
-        """`⟨E_i, E_j⟩`, (n, n), without holding all E_i at once."""
+        """Return `⟨E_i, E_j⟩`, (n, n), without holding all E_i at once."""
         total = self._x.new_zeros(self.count, self.count)
         if self._outer is not None:
             total += self._outer_outer()
@@ -84,8 +84,7 @@ class KeyMatrices:
         total = D.new_zeros(self.count, self.count)
         step = max(1, CHUNK_BYTES // (D.element_size() * self.count * self.size))
         for start in range(0, self.size, step):
-            # Symmetric matrices: columns from `start` on, what is beyond the diagonal square counts
-            # twice.
+            # By symmetry only from the diagonal on; what is beyond it counts twice.
             square = min(step, self.size - start)
             slab = weighted[:, :, start : start + square].mT @ D[:, :, start:]
             slab[:, :, square:] *= 2**0.5
@@ -93,7 +92,7 @@ class KeyMatrices:
         return total.tril() + total.tril(-1).mT
 
     def _functional_functional(self) -> Tensor:
-        """`⟨T_i, T_j⟩` by the inner products of tokens: O(n² L) and no d by d matrix."""
+        """Return `⟨T_i, T_j⟩` by inner products of tokens, in O(n² L) without d by d matrices."""
         assert self._w is not None
         x, w = self._x.flatten(0, 1), torch.block_diag(*self._w)
         m, c = self._m.flatten(0, 1), self._c.flatten(0, 1)
@@ -105,7 +104,7 @@ class KeyMatrices:
         return total
 
     def _functional_outer(self) -> Tensor:
-        """`⟨T_i, D_lᵀ Λ_l D_l⟩`: row i, column l."""
+        """Return `⟨T_i, D_lᵀ Λ_l D_l⟩` in row i and column l."""
         assert self._outer is not None
         assert self._w is not None
         D, curvature = (t.flatten(0, 1) for t in self._outer)

@@ -1,6 +1,6 @@
-"""Sums of Kronecker products as operators that are never built: `H = Σ_i a_i a_iᵀ ⊗ E_i`, or with the factors swapped.
+"""Sums of Kronecker products `H = Σ_i a_i a_iᵀ ⊗ E_i` as operators that are never built.
 
-The queries of one layer of GPT-2 small have 589 824 entries, and a dense block of them takes
+The queries of one layer of GPT-2 small have 589,824 entries, and a dense block of them takes
 terabytes. Its trace, diagonal, Frobenius norm and products with vectors only need the vectors `a_i`
 and the small matrices `E_i` of each position i. With n positions, `a` of size p and `E` of size r:
 
@@ -25,16 +25,16 @@ class PositionMatrices(Protocol):
     count: int
 
     def traces(self) -> Tensor:
-        """(n,)."""
+        """Return the trace of each, (n,)."""
 
     def diagonals(self) -> Tensor:
-        """(n, r)."""
+        """Return the diagonal of each, (n, r)."""
 
     def product(self, z: Tensor) -> Tensor:
-        """`E_i z_i`, (n, r, k) for z of that shape."""
+        """Return `E_i z_i`, (n, r, k), for z of that shape."""
 
     def inner_products(self) -> Tensor:
-        """`⟨E_i, E_j⟩`, (n, n)."""
+        """Return `⟨E_i, E_j⟩`, (n, n)."""
 
 
 class Matrices:
@@ -49,19 +49,19 @@ class Matrices:
         self.count, self.size = self._E.shape[:2]
 
     def traces(self) -> Tensor:
-        """(n,)."""
+        """Return the trace of each, (n,)."""
         return self.diagonals().sum(-1)
 
     def diagonals(self) -> Tensor:
-        """(n, r)."""
+        """Return the diagonal of each, (n, r)."""
         return self._E.diagonal(dim1=-2, dim2=-1)
 
     def product(self, z: Tensor) -> Tensor:
-        """`E_i z_i`, (n, r, k)."""
+        """Return `E_i z_i`, (n, r, k)."""
         return self._E @ z
 
     def inner_products(self) -> Tensor:
-        """`⟨E_i, E_j⟩`, (n, n)."""
+        """Return `⟨E_i, E_j⟩`, (n, n)."""
         flat = self._E.flatten(1)
         used = flat.any(1)  # positions that the loss does not count have none
         products = flat.new_zeros(self.count, self.count)
@@ -70,30 +70,30 @@ class Matrices:
 
 
 class SharedMatrix:
-    """The same matrix for all positions, as squared error has it.
+    """One matrix for all positions, as for the squared error.
 
     Args:
         E: (r, r).
-        count: Number of positions.
+        count: The number of positions.
     """
 
     def __init__(self, E: Tensor, count: int) -> None:
         self._E, self.count, self.size = E, count, len(E)
 
     def traces(self) -> Tensor:
-        """(n,)."""
+        """Return the trace of each, (n,)."""
         return self._E.trace().expand(self.count)
 
     def diagonals(self) -> Tensor:
-        """(n, r)."""
+        """Return the diagonal of each, (n, r)."""
         return self._E.diagonal().expand(self.count, self.size)
 
     def product(self, z: Tensor) -> Tensor:
-        """`E z_i`, (n, r, k)."""
+        """Return `E z_i`, (n, r, k)."""
         return (z.mT @ self._E).mT  # one matrix product; E is symmetric
 
     def inner_products(self) -> Tensor:
-        """`⟨E, E⟩`, (n, n)."""
+        """Return `⟨E, E⟩`, (n, n)."""
         return self._E.square().sum().expand(self.count, self.count)
 
 
@@ -103,10 +103,11 @@ class KroneckerSum:
     Args:
         vectors: `a_i`, (n, p).
         matrices: `E_i`.
-        vector_first: Which of the two.
+        vector_first: Whether the vectors come first.
 
     Example:
-        >>> block = KroneckerSum(torch.tensor([[1.0, 2.0]]), Matrices(torch.tensor([[[3.0]]])), True)
+        >>> three = Matrices(torch.tensor([[[3.0]]]))
+        >>> block = KroneckerSum(torch.tensor([[1.0, 2.0]]), three, True)
         >>> float(block.trace()), float(block.squared_frobenius()), block @ torch.tensor([1.0, 0.0])
         (15.0, 225.0, tensor([3., 6.]))
     """
@@ -118,36 +119,35 @@ class KroneckerSum:
         self.dtype, self.device = vectors.dtype, vectors.device
 
     def trace(self) -> Tensor:
-        """A scalar."""
+        """Return the trace."""
         return self._vectors.square().sum(1) @ self._matrices.traces()
 
     def diagonal(self) -> Tensor:
-        """(p r,), in the order of the weight's entries."""
+        """Return the diagonal, (p r,), in the order of the weight's entries."""
         diagonal = self._vectors.square().mT @ self._matrices.diagonals()
         return (diagonal if self._vector_first else diagonal.mT).flatten()
 
     def squared_frobenius(self) -> Tensor:
-        """The sum of the squares of all entries."""
+        """Return the sum of the squares of all entries."""
         return ((self._vectors @ self._vectors.mT).square() * self._matrices.inner_products()).sum()
 
     def frobenius(self) -> Tensor:
-        """The Frobenius norm."""
+        """Return the Frobenius norm."""
         return self.squared_frobenius().clamp(min=0).sqrt()
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        """`H v` for v of shape (p r,) or (p r, k)."""
-        if v.ndim not in (1, 2) or v.shape[0] != self.shape[0]:
+        """Return `H v` for v of shape (p r,) or (p r, k)."""
+        n = self.shape[0]
+        if v.ndim not in (1, 2) or v.shape[0] != n:
             raise ValueError(
-                f"Invalid vector of shape {tuple(v.shape)}. Must be ({self.shape[0]},) or ({self.shape[0]}, k)."
+                f"Invalid vector of shape {tuple(v.shape)}. Must be ({n},) or ({n}, k)."
             )
         columns = v.reshape(v.shape[0], -1)
         p, r, k = self._vectors.shape[1], self._matrices.size, columns.shape[1]
         if self._vector_first:
             z = (self._vectors @ columns.view(p, r * k)).unflatten(1, (r, k))
-            result = (self._vectors.mT @ self._matrices.product(z).flatten(1)).reshape(p * r, k)
+            result = self._vectors.mT @ self._matrices.product(z).flatten(1)
         else:
             z = torch.einsum("np,rpk->nrk", self._vectors, columns.view(r, p, k))
-            result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z)).reshape(
-                p * r, k
-            )
+            result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z))
         return result.reshape(v.shape)

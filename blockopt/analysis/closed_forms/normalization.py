@@ -6,7 +6,7 @@ output is γ∘y + β and
     J_ab  = γ_a/σ (Π_ab - y_a y_b / d)
     H_abc = -γ_a/(dσ²) (Π_ab y_c + Π_ac y_b + Π_bc y_a - 3 y_a y_b y_c / d)
 
-for any ε. Without γ the second derivative is totally symmetric, so a product with it costs O(d) a
+for any ε. Without γ the second derivative is totally symmetric, so a product with it costs O(d) per
 row.
 
 Petrov et al. (arXiv 2510.16927) write LN(X) = P M with the centred rows M = XΠ and P = diag(σ)⁻¹,
@@ -79,14 +79,14 @@ class Normalization:
         check_choice("kind", kind, get_args(NormKind))
         if x.ndim == 0:
             raise ValueError("Invalid x of shape (). Must have at least one row.")
-        check_tensors(
-            {"x": x}
-            | {name: value for name, value in (("gain", gain), ("bias", bias)) if value is not None}
-        )
-        for name, value in (("gain", gain), ("bias", bias)):
-            if value is not None and value.shape != x.shape[-1:]:
+        pairs = {"gain": gain, "bias": bias}
+        given = {name: value for name, value in pairs.items() if value is not None}
+        check_tensors({"x": x, **given})
+        for name, value in given.items():
+            if value.shape != x.shape[-1:]:
                 raise ValueError(
-                    f"Invalid {name} of shape {tuple(value.shape)}. Must be {tuple(x.shape[-1:])}, the last of x."
+                    f"Invalid {name} of shape {tuple(value.shape)}. Must be "
+                    f"{tuple(x.shape[-1:])}, the last of x."
                 )
         if not epsilon >= 0:
             raise ValueError(f"Invalid epsilon={epsilon}. Must be >= 0.")
@@ -100,7 +100,8 @@ class Normalization:
         self.sigma = (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
         if not bool((self.sigma > 0).all()):
             raise ValueError(
-                "A row of x has no variance, and epsilon=0. There is no derivative; use epsilon > 0."
+                "A row of x has no variance, and epsilon=0. There is no derivative; use "
+                "epsilon > 0."
             )
         if not bool(torch.isfinite(self.sigma).all()):
             raise ValueError(
@@ -110,19 +111,19 @@ class Normalization:
         self.output = self.gain * self.normalized + self.bias
 
     def project(self, v: Tensor) -> Tensor:
-        """Πv: less the mean of each row for LayerNorm, v itself for RMSNorm."""
+        """Return Πv: v minus the mean of each row for LayerNorm, v itself for RMSNorm."""
         return v - v.mean(-1, keepdim=True) if self.kind == "layer" else v
 
     def jacobian_product(self, v: Tensor) -> Tensor:
-        """J v, for each row: γ∘(Πv - y (y·v)/d)/σ."""
+        """Return J v for each row: γ∘(Πv - y (y·v)/d)/σ."""
         return self.gain * self._plain_product(v)
 
     def transposed_product(self, g: Tensor) -> Tensor:
-        """Jᵀ g, for each row; the gradient at the input when `g` is the one at the output."""
+        """Return Jᵀ g for each row, the gradient at the input for a gradient g at the output."""
         return self._plain_product(self.gain * g)  # without γ, J is symmetric
 
     def hessian_product(self, g: Tensor, v: Tensor) -> Tensor:
-        """(Σ_a g_a H_a··) v, for each row, in O(d).
+        """Return (Σ_a g_a H_a··) v for each row, in O(d).
 
         With p = Π(γ∘g) and Πv: -[(p·v) y + (y·v) p + (y·p) Πv - 3/d (y·p)(y·v) y] / (dσ²).
         """
@@ -133,13 +134,13 @@ class Normalization:
         )
 
     def jacobian(self) -> Tensor:
-        """J of each row (..., d, d), output index first."""
+        """Return J of each row (..., d, d), output index first."""
         y = self.normalized
         plain = self._projector() - y.unsqueeze(-1) * y.unsqueeze(-2) / self.dim
         return self.gain.unsqueeze(-1) * plain / self.sigma.unsqueeze(-1)
 
     def hessian(self) -> Tensor:
-        """H_abc of each row (..., d, d, d), output index a first. For small d."""
+        """Return H_abc of each row (..., d, d, d), output index a first. For small d."""
         y, projector = self.normalized, self._projector()
         a, b, c = y[..., :, None, None], y[..., None, :, None], y[..., None, None, :]
         ab, ac, bc = projector[:, :, None], projector[:, None, :], projector[None, :, :]
@@ -147,7 +148,7 @@ class Normalization:
         return -self.gain[:, None, None] * plain / (self.dim * self.sigma[..., None, None].square())
 
     def contracted_hessian(self, g: Tensor) -> Tensor:
-        """Σ_a g_a H_a·· of each row (..., d, d), symmetric."""
+        """Return Σ_a g_a H_a·· of each row (..., d, d), symmetric."""
         y, p = self.normalized, self.project(self.gain * g)
         yp = (y * p).sum(-1)[..., None, None]
         mixed = p.unsqueeze(-1) * y.unsqueeze(-2)
@@ -156,14 +157,13 @@ class Normalization:
         return -plain / (self.dim * self.sigma.unsqueeze(-1).square())
 
     def parameter_jacobian(self, role: Literal["gain", "bias"]) -> Tensor:
-        """∂output/∂γ, diag(y), or ∂output/∂β, the identity, of each row (..., d, d)."""
+        """Return ∂output/∂γ = diag(y), or ∂output/∂β = I, of each row (..., d, d)."""
         check_choice("role", role, ("gain", "bias"))
-        return torch.diag_embed(
-            self.normalized if role == "gain" else torch.ones_like(self.normalized)
-        )
+        y = self.normalized
+        return torch.diag_embed(y if role == "gain" else torch.ones_like(y))
 
     def gain_input_hessian(self, g: Tensor) -> Tensor:
-        """Σ_a g_a ∂²output_a/∂γ_b∂x_c = g_b/σ (Π_bc - y_b y_c/d) of each row (..., d, d).
+        """Return Σ_a g_a ∂²output_a/∂γ_b∂x_c = g_b/σ (Π_bc - y_b y_c/d) of each row (..., d, d).
 
         The other second derivatives by γ and β are zero.
         """
@@ -172,11 +172,11 @@ class Normalization:
         return g.unsqueeze(-1) * plain / self.sigma.unsqueeze(-1)
 
     def jacobian_norm(self) -> Tensor:
-        """The spectral norm of each row's Jacobian (...), exact.
+        """Return the exact spectral norm of each row's Jacobian (...).
 
-        Without γ it is 1/σ for any ε: J/σ⁻¹ is a projector but for the direction of y, if another
+        Without γ it is 1/σ for any ε: J/σ⁻¹ is a projector except in the direction of y, if another
         direction is left (d >= 3 for LayerNorm, 2 for RMSNorm). The Jacobian of all rows together
-        is block-diagonal, so its norm is the largest of them. With γ it comes of a singular value
+        is block-diagonal, so its norm is the largest of them. With γ it comes from a singular value
         decomposition.
         """
         if self._has_gain or self._rank() < 2:
@@ -185,11 +185,11 @@ class Normalization:
         return 1 / self.sigma.squeeze(-1)
 
     def hessian_norm(self) -> Tensor:
-        """The spectral norm of each row's Hessian as a d² × d matrix (...), exact.
+        """Return the exact spectral norm of each row's Hessian as a d² × d matrix (...).
 
-        Without γ, with s² = |y|²/d and r = d - 1 for LayerNorm, d for RMSNorm: s/(√d σ²) sqrt(max(r
-        - 1 + 9(1 - s²)², 2)). For ε = 0 and LayerNorm that is sqrt(max(d - 2, 2)/d)/σ². With γ it
-        comes of the d × d Gram matrix.
+        Without γ, with s² = |y|²/d and r = d - 1 for LayerNorm, d for RMSNorm, it is
+        s/(√d σ²) sqrt(max(r - 1 + 9(1 - s²)², 2)). For ε = 0 and LayerNorm that is
+        sqrt(max(d - 2, 2)/d)/σ². With γ it comes from the d × d Gram matrix.
         """
         if self._has_gain or self._rank() < 2:
             hessian = self.hessian()
@@ -201,9 +201,10 @@ class Normalization:
         return (share * largest / self.dim).sqrt() / self.sigma.squeeze(-1).square()
 
     def trilinear_norm(self) -> Tensor:
-        """The largest |Σ H_abc u_a v_b w_c| of each row over unit vectors (...), exact without γ, an upper bound with it.
+        """Return the largest |Σ H_abc u_a v_b w_c| of each row over unit vectors (...).
 
-        |g| times it bounds the Hessian contracted with g. It is about √d times less than `hessian_norm`. A symmetric tensor
+        It is exact without γ, and an upper bound with it. |g| times it bounds the Hessian
+        contracted with g, and it is about √d times less than `hessian_norm`. A symmetric tensor
         takes its largest value at u = v = w (Banach). With c the cosine of u and y that is the
         largest 3c - 3s²c³, times s/(√d σ²): 2/(√(3d) σ²) for s² >= 1/3, and 3s(1 - s²)/(√d σ²)
         otherwise. With γ it is multiplied by the largest |γ|.
@@ -212,11 +213,8 @@ class Normalization:
         largest = torch.where(share >= 1 / 3, 2 / math.sqrt(3), 3 * share.sqrt() * (1 - share))
         if self._rank() < 2:  # no direction but that of y is left
             largest = 3 * share.sqrt() * (1 - share)
-        return (
-            self.gain.abs().max()
-            * largest
-            / (math.sqrt(self.dim) * self.sigma.squeeze(-1).square())
-        )
+        scale = math.sqrt(self.dim) * self.sigma.squeeze(-1).square()
+        return self.gain.abs().max() * largest / scale
 
     def _plain_product(self, v: Tensor) -> Tensor:
         y = self.normalized
@@ -229,5 +227,5 @@ class Normalization:
         return self.dim - 1 if self.kind == "layer" else self.dim
 
     def _share(self) -> Tensor:
-        """s² = |y|²/d, the share of the variance in σ²: 1 for ε = 0."""
+        """Return s² = |y|²/d, the share of the variance in σ²: 1 for ε = 0."""
         return self.normalized.square().mean(-1)

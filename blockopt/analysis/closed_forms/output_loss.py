@@ -1,4 +1,4 @@
-"""The loss on top of an attention layer or a transformer block, with its gradient and its curvature in the layer's output.
+"""The loss on the output of a layer or a block, with its gradient and curvature there.
 
 Both losses act on each position alone, so the Hessian of the loss in the outputs F is
 block-diagonal in the positions: one matrix Λ_i for each.
@@ -20,24 +20,28 @@ CHUNK_BYTES = 2**27
 
 
 class OutputLoss(Protocol):
-    """What a layer's Hessian needs of the loss on its output F (B, L, d), where each position acts alone."""
+    """A loss on the output F (B, L, d) of a layer, in which each position acts alone."""
 
     def value(self, output: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
 
     def gradient(self, output: Tensor) -> Tensor:
-        """Its derivative by each output, (B, L, d)."""
+        """Return its derivative by each output, (B, L, d)."""
 
     def curvature(
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
     ) -> Tensor:
-        """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default."""
+        """Return `left Λ_i rightᵀ` of each position, (B, L, r, s).
+
+        `left` (r, d) and `right` (s, d) are the identity by default.
+        """
 
 
 class SquaredError:
-    """`ℓ(F) = mean (F - Y)²` over all elements, as `F.mse_loss`: gradient `c (F - Y)` and `Λ_i = c I`, with `c = 2 / numel`.
+    """`ℓ(F) = mean (F - Y)²` over all elements, as `F.mse_loss`.
 
-    For one sequence of length L this is the papers' `|F - Y|² / (L d_V)`.
+    The gradient is `c (F - Y)` and `Λ_i = c I`, with `c = 2 / numel`. For one sequence of length L
+    this is the papers' `|F - Y|² / (L d_V)`.
 
     Args:
         target: Y, of the shape of the output.
@@ -51,71 +55,71 @@ class SquaredError:
         self.target = target.detach()
 
     def value(self, output: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return F.mse_loss(output, self._target(output))
 
     def gradient(self, output: Tensor) -> Tensor:
-        """Its derivative by each output, (B, L, d)."""
+        """Return its derivative by each output, (B, L, d)."""
         return 2 / output.numel() * (output - self._target(output))
 
     def curvature(
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
     ) -> Tensor:
-        """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default."""
+        """Return `left Λ_i rightᵀ` of each position, see `OutputLoss`."""
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
         product = (identity if left is None else left) @ (identity if right is None else right).mT
         return (2 / output.numel() * product).expand(*output.shape[:-1], *product.shape)
 
     def _target(self, output: Tensor) -> Tensor:
         if self.target.shape[-2:] != output.shape[-2:] or self.target.numel() != output.numel():
+            given, wanted = tuple(self.target.shape), tuple(output.shape)
             raise ValueError(
-                f"Invalid target of shape {tuple(self.target.shape)}. Must be that of the output, {tuple(output.shape)}."
+                f"Invalid target of shape {given}. Must be that of the output, {wanted}."
             )
         return self.target.reshape(output.shape)
 
 
 class CrossEntropy:
-    """`ℓ(F) = mean -log softmax(F W + b)[target]` over all positions: a linear head and cross-entropy, as `F.cross_entropy`.
+    """`ℓ(F) = mean -log softmax(F W + b)[target]`, a linear head and `F.cross_entropy`.
 
     With `p_i` the probabilities of position i of N, the gradient is `W (p_i - e_target) / N`, and
     `Λ_i = W (diag(p_i) - p_i p_iᵀ) Wᵀ / N`.
 
     Args:
         weight: W, (d, V): the transposed weight of an `nn.Linear` head.
-        targets: Class of each position, (B, L) or (L,).
+        targets: The class of each position, (B, L) or (L,).
         bias: b, (V,).
     """
 
     def __init__(self, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> None:
         if weight.ndim != 2:
             raise ValueError(
-                f"Invalid weight of shape {tuple(weight.shape)}. Must be (d, V): width of the output, classes."
+                f"Invalid weight of shape {tuple(weight.shape)}. Must be (d, V): width of the "
+                "output, classes."
             )
         if targets.dtype != torch.int64:
             raise ValueError(
-                f"Invalid targets of {targets.dtype}. Must be the numbers of the classes, of torch.int64."
+                f"Invalid targets of {targets.dtype}. Must be the numbers of the classes, of "
+                "torch.int64."
             )
         classes = weight.shape[1]
         if bias is not None and bias.shape != (classes,):
             raise ValueError(f"Invalid bias of shape {tuple(bias.shape)}. Must be ({classes},).")
         if targets.numel() == 0 or not bool(((targets >= 0) & (targets < classes)).all()):
             raise ValueError(
-                f"Invalid targets: classes must be from 0 to {classes - 1}. Positions without one (-100) are not for closed "
-                "forms: cut them off, or use a HessianOperator."
+                f"Invalid targets: classes must be from 0 to {classes - 1}. Closed forms do not "
+                "take positions without one (-100): cut them off, or use a HessianOperator."
             )
         check_tensors({"weight": weight} | ({} if bias is None else {"bias": bias}))
-        self.weight, self.targets, self.bias = (
-            weight.detach(),
-            targets,
-            None if bias is None else bias.detach(),
-        )
+        self.weight, self.targets = weight.detach(), targets
+        self.bias = None if bias is None else bias.detach()
 
     def value(self, output: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return F.cross_entropy(self._logits(output).flatten(0, -2), self._targets(output).flatten())
 
     def gradient(self, output: Tensor) -> Tensor:
-        """Its derivative by each output, (B, L, d)."""
+        """Return its derivative by each output, (B, L, d)."""
         probabilities = self._logits(output).softmax(-1)
         targets = self._targets(output)
         residual = probabilities - F.one_hot(targets, probabilities.shape[-1]).to(probabilities)
@@ -124,9 +128,9 @@ class CrossEntropy:
     def curvature(
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
     ) -> Tensor:
-        """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default.
+        """Return `left Λ_i rightᵀ` of each position, see `OutputLoss`.
 
-        No matrix of classes by classes is formed: large vocabularies are fine.
+        No matrix of classes by classes is formed, so large vocabularies are fine.
         """
         rows = self.weight if left is None else left @ self.weight  # (r, V)
         columns = self.weight if right is None else right @ self.weight  # (s, V)
@@ -139,26 +143,24 @@ class CrossEntropy:
                 (rows * p.unsqueeze(1)) @ columns.mT
                 - mean_of_rows.unsqueeze(-1) * mean_of_columns.unsqueeze(-2)
             )
-        whole: Tensor = (
-            torch.cat(products).div_(probabilities.shape[0]).unflatten(0, output.shape[:-1])
-        )
-        return whole
+        mean: Tensor = torch.cat(products).div_(len(probabilities))
+        return mean.reshape(*output.shape[:-1], *mean.shape[1:])
 
     def _logits(self, output: Tensor) -> Tensor:
         if output.shape[-1] != self.weight.shape[0]:
             raise ValueError(
-                f"Invalid weight of shape {tuple(self.weight.shape)}. Its first size must be {output.shape[-1]}."
+                f"Invalid weight of shape {tuple(self.weight.shape)}. Its first size must be "
+                f"{output.shape[-1]}."
             )
         check_tensors({"output": output, "weight of the head": self.weight})
         logits = output @ self.weight
         return logits if self.bias is None else logits + self.bias
 
     def _targets(self, output: Tensor) -> Tensor:
-        if (
-            self.targets.shape != output.shape[-1 - self.targets.ndim : -1]
-            or self.targets.numel() * output.shape[-1] != output.numel()
-        ):
+        fits = self.targets.shape == output.shape[-1 - self.targets.ndim : -1]
+        if not fits or self.targets.numel() * output.shape[-1] != output.numel():
+            given, wanted = tuple(self.targets.shape), tuple(output.shape[:-1])
             raise ValueError(
-                f"Invalid targets of shape {tuple(self.targets.shape)}. Must be one a position: {tuple(output.shape[:-1])}."
+                f"Invalid targets of shape {given}. Must be one per position: {wanted}."
             )
         return self.targets.reshape(output.shape[:-1])

@@ -1,10 +1,10 @@
-"""The loss of any network that acts on each position alone, as a loss on the output of an attention layer.
+"""The loss of any network that acts on each position alone, as a loss on a layer's output.
 
 Above the last attention layer of a transformer there are residual connections, norms, an MLP, an
-unembedding and a cross-entropy: none of them mixes positions. So the Hessian of the loss in the
-outputs F of that layer is still one small matrix Λ_i a position, and the blocks of the attention
-weights of a whole transformer block are exact through `SelfAttentionHessian(...,
-loss=PositionwiseLoss(...))`.
+unembedding and a cross-entropy. None of them mixes positions. So the Hessian of the loss in the
+outputs F of that layer is still one small matrix Λ_i per position, and the blocks of the attention
+weights of a whole transformer block are exact through
+`SelfAttentionHessian(..., loss=PositionwiseLoss(...))`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockopt.analysis.closed_forms.checks import Part, check_part
 
 
 class _Known(NamedTuple):
-    """What `curvature` last returned, and for what: each block of a layer asks for the same."""
+    """What `curvature` last returned, and for which tensors: each block asks for the same."""
 
     tensors: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
@@ -28,40 +28,42 @@ class _Known(NamedTuple):
 
 
 class PositionwiseLoss:
-    """`ℓ(F) = function(network(F))`, where neither mixes positions, for `SelfAttentionHessian(loss=...)`.
+    """`ℓ(F) = function(network(F))` for `SelfAttentionHessian(loss=...)`; neither mixes positions.
 
     A product of the Hessian with the same direction `e_a` at all positions gives column a of every
     `Λ_i = ∂²ℓ / ∂F_i²` at once: d products for all. With predictions `z_i = network(F)_i` of
     Jacobians J_i, it is the sum of two parts,
 
-        outer       J_iᵀ (∂²function / ∂z_i²) J_i         Gauss-Newton, from as many backward passes as z_i has entries
-        functional  Σ_v (∂function / ∂z_iv) ∂²z_iv        zero for a ReLU MLP without norms
+        outer       J_iᵀ (∂²function / ∂z_i²) J_i      Gauss-Newton; one backward pass per entry
+        functional  Σ_v (∂function / ∂z_iv) ∂²z_iv     zero for a ReLU MLP without norms
 
     `part` says which of them `curvature` returns; value and gradient are always those of ℓ. They
-    give the split of the Hessian of the attention weights at the predictions of the whole network,
-    the papers' `H_o` and `H_f` of a transformer block:
+    split the Hessian of the attention weights at the predictions of the whole network, into the
+    papers' `H_o` and `H_f` of a transformer block:
 
-        H    SelfAttentionHessian(..., loss=PositionwiseLoss(function, network)),                    part "full"
-        H_o  SelfAttentionHessian(..., loss=PositionwiseLoss(function, network, part="outer")),      part "outer"
-        H_f  SelfAttentionHessian(..., loss=PositionwiseLoss(function, network, part="functional")), part "full"
+        H    part "full" of SelfAttentionHessian with PositionwiseLoss(function, network)
+        H_o  part "outer" of it with PositionwiseLoss(function, network, part="outer")
+        H_f  part "full" of it with PositionwiseLoss(function, network, part="functional")
 
     where the last adds the second derivatives of attention to those of the network. `H = H_o + H_f`
     without cancellation.
 
     Args:
-        function: Of the predictions (B, L, V), or without a network of F (B, L, d), to a scalar,
+        function: Maps the predictions (B, L, V), or without a network F (B, L, d), to a scalar,
             such as a cross-entropy.
-        network: From F (B, L, d) to the predictions; the identity by default.
+        network: Maps F (B, L, d) to the predictions; the identity by default.
         part: "full", "outer" or "functional".
-        check: Whether `curvature` checks, with one product more, that no position acts on another.
+        check: Whether `curvature` checks with one more product that no position acts on another.
 
     Raises:
         ValueError: If `part` is unknown; from `curvature`, if positions are mixed, or `function`
             returns no scalar.
 
     Example:
+        The loss a²b² at (1, 2):
+
         >>> F = torch.tensor([[[1.0, 2.0]]])
-        >>> loss = PositionwiseLoss(torch.sum, lambda F: F.prod(-1, keepdim=True).square())  # a²b² at (1, 2)
+        >>> loss = PositionwiseLoss(torch.sum, lambda F: F.prod(-1, keepdim=True).square())
         >>> loss.value(F), loss.gradient(F), loss.curvature(F)
         (tensor(4.), tensor([[[8., 4.]]]), tensor([[[[8., 8.],
                   [8., 2.]]]]))
@@ -80,11 +82,11 @@ class PositionwiseLoss:
         self._known: _Known | None = None
 
     def value(self, output: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return self._scalar(self._predictions(output))
 
     def gradient(self, output: Tensor) -> Tensor:
-        """Its derivative by each output, (B, L, d)."""
+        """Return its derivative by each output, (B, L, d)."""
         with torch.enable_grad():
             output = output.detach().requires_grad_()
             return _derivative(self.value(output), output)
@@ -92,33 +94,30 @@ class PositionwiseLoss:
     def curvature(
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
     ) -> Tensor:
-        """`left Λ_i rightᵀ` of each position, (B, L, r, s), for matrices (r, d) and (s, d); the identity by default.
+        """Return `left Λ_i rightᵀ` of each position, see `OutputLoss`.
 
-        The last result is kept, and returned again for the same tensors, as long as the gradient is
-        the same: if the network has been trained on, it is another. Make a new
-        `SelfAttentionHessian` then, whose gradient is of when it was made.
+        The last result is kept, and returned again for the same tensors while the gradient is the
+        same. If the network has been trained further, make a new `SelfAttentionHessian`, whose
+        gradient is that of the time when it was made.
         """
         tensors = (output, left, right)
         versions = tuple(t._version for t in tensors if t is not None)
         gradient, known = self.gradient(output), self._known
-        same = (
-            known is not None
-            and versions == known.versions
-            and all(a is b for a, b in zip(tensors, known.tensors))
-        )
-        if known is not None and same and torch.equal(gradient, known.gradient):
-            return known.curvature
+        if known is not None and versions == known.versions:
+            same = all(a is b for a, b in zip(tensors, known.tensors))
+            if same and torch.equal(gradient, known.gradient):
+                return known.curvature
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
         rows, columns = (identity if side is None else side.detach() for side in (left, right))
         with torch.enable_grad():
             point = output.detach().requires_grad_()
             predictions = self._predictions(point)
-            found = self._outer(point, predictions, rows, columns) if self.part == "outer" else None
-            if found is None:
+            if self.part == "outer":
+                found = self._outer(point, predictions, rows, columns)
+            else:
                 slope = self._slope(point, predictions)
-                found = torch.stack(
-                    [_derivative(slope, point, column.expand_as(slope)) for column in columns], -1
-                )
+                along = [_derivative(slope, point, column.expand_as(slope)) for column in columns]
+                found = torch.stack(along, -1)
                 found = found if left is None else rows @ found
         if self.check:
             self._check(output)
@@ -132,12 +131,13 @@ class PositionwiseLoss:
         value = self.function(predictions)
         if value.ndim != 0:
             raise ValueError(
-                f"Invalid function: its value has the shape {tuple(value.shape)}. Must be a scalar, a mean loss."
+                f"Invalid function: its value has the shape {tuple(value.shape)}. Must be a "
+                "scalar, a mean loss."
             )
         return value
 
     def _slope(self, point: Tensor, predictions: Tensor) -> Tensor:
-        """The gradient of ℓ, or of ℓ made linear in the predictions, with a graph to differentiate it again."""
+        """Return the gradient of ℓ, or of ℓ made linear in the predictions, with its graph."""
         value = self._scalar(predictions)
         if self.part == "functional":
             residual = _derivative(value, predictions).detach()
@@ -145,23 +145,20 @@ class PositionwiseLoss:
         return _derivative(value, point, create_graph=True)
 
     def _outer(self, point: Tensor, predictions: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """`rows J_iᵀ Λ J_i columnsᵀ`, Λ of the predictions: as many backward passes as there are predictions a position."""
+        """Return `rows J_iᵀ Λ J_i columnsᵀ` with Λ of the predictions."""
         middle = predictions.detach().requires_grad_()
         slope = _derivative(self._scalar(middle), middle, create_graph=True)
         identity = torch.eye(middle.shape[-1], dtype=middle.dtype, device=middle.device)
         inner = torch.stack([_derivative(slope, middle, e.expand_as(slope)) for e in identity], -1)
-        J = torch.stack(
-            [_derivative(predictions, point, e.expand_as(predictions)) for e in identity], -2
-        )  # (B, L, V, d)
+        backward = [_derivative(predictions, point, e.expand_as(predictions)) for e in identity]
+        J = torch.stack(backward, -2)  # (B, L, V, d)
         return (J @ rows.mT).mT @ (inner @ (J @ columns.mT))
 
     def _check(self, output: Tensor) -> None:
-        """Move half of the positions, drawn at random, and see whether the gradient at the others changes."""
-        generator = torch.Generator().manual_seed(0)
+        """Move a random half of the positions; the gradient at the others must not change."""
+        generator, finfo = torch.Generator().manual_seed(0), torch.finfo(output.dtype)
         change = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        change = change * output.detach().square().mean().sqrt().clamp(
-            min=torch.finfo(output.dtype).tiny
-        )
+        change = change * output.detach().square().mean().sqrt().clamp(min=finfo.tiny)
         moved = torch.zeros(output.shape[:-1], dtype=torch.bool, device=output.device)
         moved.view(-1)[torch.randperm(moved.numel(), generator=generator)[::2]] = True
         before = self.gradient(output)
@@ -170,17 +167,18 @@ class PositionwiseLoss:
         if not others.numel():
             return
         error, size = float(others.abs().max()), float(before.abs().max())
-        if not error <= torch.finfo(output.dtype).eps ** 0.75 * size:
+        if not error <= finfo.eps**0.75 * size:
             raise ValueError(
-                "Invalid function or network: moving some positions changes the gradient at others by "
-                f"{error:.3g}, of {size:.3g}. Each position must act alone; use HessianOperator for layers that mix them."
+                "Invalid function or network: moving some positions changes the gradient at others "
+                f"by {error:.3g}, of {size:.3g}. Each position must act alone; use HessianOperator "
+                "for layers that mix them."
             )
 
 
 def _derivative(
     value: Tensor, by: Tensor, along: Tensor | None = None, *, create_graph: bool = False
 ) -> Tensor:
-    """`alongᵀ ∂value/∂by`, zero where there is no dependence."""
+    """Return `alongᵀ ∂value/∂by`, zero where there is no dependence."""
     if not value.requires_grad:
         return torch.zeros_like(by)
     found = torch.autograd.grad(

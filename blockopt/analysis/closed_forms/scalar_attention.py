@@ -1,20 +1,21 @@
-"""Attention on scalar tokens, whose whole Hessian spectrum has a closed form (Singh, Ormaniec and Hofmann, 2025).
+"""Attention on scalar tokens, whose whole Hessian spectrum has a closed form.
 
-The model is `f_i = w_V Σ_j A_ij x_j` with `A_i = softmax_j(s x_i x_j)` and `s = w_Q·w_K / √d_K`,
-under the mean squared error over tokens and sequences. Small as it is, it shows what attention does
-to a spectrum: a bulk `±β` that the query-key product makes, three outliers, and a Gauss-Newton
-matrix of rank two that misses the bulk.
+The model is that of Singh, Ormaniec and Hofmann (2025): `f_i = w_V Σ_j A_ij x_j` with
+`A_i = softmax_j(s x_i x_j)` and `s = w_Q·w_K / √d_K`, under the mean squared error over tokens and
+sequences. Small as it is, it shows what attention does to a spectrum: a bulk `±β` that the
+query-key product makes, three outliers, and a Gauss-Newton matrix of rank two that misses the bulk.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.checks import check_tensors
+from blockopt.checks import check_choice
 
 Sink = Literal["input", "score"]
 
@@ -33,8 +34,8 @@ class ScalarAttention:
 
     `p` meets each of the two eigenspaces of `J` in one direction. So `+β` and `-β` are eigenvalues
     `d_K - 1` times each, and three others remain. Conditioning depends on the norms of `w_Q` and
-    `w_K` and not on their product alone: `w_Q c`, `w_K / c` leave the function, `α`, `β`, `γ` and
-    `ν` as they are, and change `‖p‖`.
+    `w_K`, not only on their product: `w_Q c` and `w_K / c` leave the function, `α`, `β`, `γ` and
+    `ν` as they are, but change `‖p‖`.
 
     Args:
         x: (N, L) scalar tokens of N sequences, or (L,) of one.
@@ -46,8 +47,8 @@ class ScalarAttention:
             sink, see `with_sink`.
 
     Attributes:
-        alpha: `α`, of the rank-one part of query and key.
-        beta: `β`, the derivative of the loss by `w_Q·w_K`; it vanishes at a stationary point, and
+        alpha: `α`, the size of the rank-one part of query and key.
+        beta: `β`, the derivative of the loss by `w_Q·w_K`. At a stationary point it vanishes, and
             the bulk with it.
         gamma: `γ`, between `p` and `w_V`.
         nu: `ν`, the curvature in `w_V`.
@@ -62,8 +63,10 @@ class ScalarAttention:
         ValueError: If the shapes do not fit, or a dtype is not floating.
 
     Example:
+        With s = 0, attention is uniform:
+
         >>> x = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-        >>> w_Q, w_K = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # s = 0: attention is uniform
+        >>> w_Q, w_K = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
         >>> model = ScalarAttention(x, torch.zeros_like(x), w_Q, w_K, 1.0)
         >>> model.mean, round(model.nu.item(), 6), round(model.beta.item(), 6)
         (tensor([[1., 1., 1.]], dtype=torch.float64), 2.0, 0.942809)
@@ -98,10 +101,8 @@ class ScalarAttention:
         slope = x * self.second_moment  # ∂m/∂s; the second derivative is x² μ₃
         self._outer_alpha = 2 / self.key_width * (w * slope).square().mean()
         self._outer_gamma = 2 / root * (w * self.mean * slope).mean()
-        self.alpha = (
-            self._outer_alpha
-            + 2 / self.key_width * (w * self.residual * x**2 * self.third_moment).mean()
-        )
+        functional = (w * self.residual * x**2 * self.third_moment).mean()
+        self.alpha = self._outer_alpha + 2 / self.key_width * functional
         self.beta = 2 / root * (w * self.residual * slope).mean()
         self.gamma = self._outer_gamma + 2 / root * (self.residual * slope).mean()
         self.nu = 2 * self.mean.square().mean()
@@ -119,7 +120,7 @@ class ScalarAttention:
 
     @property
     def outliers(self) -> Tensor:
-        r"""The three other eigenvalues, ascending: those of `R`, which is `H` between the directions that meet `p`.
+        r"""The three other eigenvalues, ascending: those of H in the directions that meet `p`.
 
             R = [ β + αa²   αab       γa ]     a = ‖w_Q + w_K‖ / √2
                 [ αab      -β + αb²   γb ]     b = ‖w_Q - w_K‖ / √2
@@ -130,17 +131,15 @@ class ScalarAttention:
         a, b = ((self.w_Q + sign * self.w_K).norm() / math.sqrt(2) for sign in (1, -1))
         direction = torch.stack([a, b])
         R = self.x.new_zeros(3, 3)
-        R[:2, :2] = (
-            self.alpha * torch.outer(direction, direction)
-            + self.beta * torch.tensor([1.0, -1.0]).to(self.x).diag()
-        )
+        signs = torch.tensor([1.0, -1.0]).to(self.x)
+        R[:2, :2] = self.alpha * torch.outer(direction, direction) + self.beta * signs.diag()
         R[2, :2] = R[:2, 2] = self.gamma * direction
         R[2, 2] = self.nu
         values: Tensor = torch.linalg.eigvalsh(R)
         return values
 
     def cubic(self) -> Tensor:
-        """Coefficients `(1, c₂, c₁, c₀)` of the polynomial that has the outliers as its roots.
+        """Return the coefficients `(1, c₂, c₁, c₀)` of the polynomial whose roots are the outliers.
 
         With `n = ‖w_Q‖² + ‖w_K‖²` and `t = 2 w_Q·w_K`:
         `λ³ - (αn + ν) λ² + (αnν - β² - αβt - γ²n) λ + ν(β² + αβt) - γ²βt`.
@@ -152,34 +151,23 @@ class ScalarAttention:
         return torch.stack([torch.ones_like(nu), -(alpha * n + nu), middle, last])
 
     def eigenvalues(self) -> Tensor:
-        """All `2 d_K + 1` eigenvalues of the Hessian, ascending."""
+        """Return all `2 d_K + 1` eigenvalues of the Hessian, ascending."""
         return torch.cat([self.bulk, self.outliers]).sort().values
 
     def gauss_newton_eigenvalues(self) -> Tensor:
-        """All `2 d_K + 1` eigenvalues of the Gauss-Newton matrix, ascending.
+        """Return all `2 d_K + 1` eigenvalues of the Gauss-Newton matrix, ascending.
 
         It has rank two: `[[α_o n, γ_o √n], [γ_o √n, ν]]` with the parts `α_o` and `γ_o` of `α` and
         `γ` without the residual. It misses the bulk, and what the residual adds to the outliers.
         """
         n = self._square_norm()
-        G = torch.stack(
-            [
-                self._outer_alpha * n,
-                self._outer_gamma * n.sqrt(),
-                self._outer_gamma * n.sqrt(),
-                self.nu,
-            ]
-        )
-        return (
-            torch.cat(
-                [torch.zeros(2 * self.key_width - 1).to(G), torch.linalg.eigvalsh(G.view(2, 2))]
-            )
-            .sort()
-            .values
-        )
+        mixed = self._outer_gamma * n.sqrt()
+        G = torch.stack([self._outer_alpha * n, mixed, mixed, self.nu]).view(2, 2)
+        zeros = torch.zeros(2 * self.key_width - 1).to(G)
+        return torch.cat([zeros, torch.linalg.eigvalsh(G)]).sort().values
 
     def dense(self) -> Tensor:
-        """The Hessian, `(2 d_K + 1, 2 d_K + 1)` in the order `(w_Q, w_K, w_V)`."""
+        """Return the Hessian, `(2 d_K + 1, 2 d_K + 1)` in the order `(w_Q, w_K, w_V)`."""
         H = self._rank_one(self.alpha, self.gamma)
         swap = self.beta * torch.eye(self.key_width).to(H)
         H[: self.key_width, self.key_width : -1] += swap
@@ -187,40 +175,41 @@ class ScalarAttention:
         return H
 
     def gauss_newton_dense(self) -> Tensor:
-        """The Gauss-Newton matrix, `(2 d_K + 1, 2 d_K + 1)` in the order `(w_Q, w_K, w_V)`."""
+        """Return the Gauss-Newton matrix, in the order `(w_Q, w_K, w_V)`."""
         return self._rank_one(self._outer_alpha, self._outer_gamma)
 
     def condition_number(self) -> Tensor:
-        """The largest over the smallest absolute eigenvalue; infinite if one is zero."""
+        """Return the largest over the smallest absolute eigenvalue, infinite if one is zero."""
         sizes = self.eigenvalues().abs()
         number: Tensor = sizes.max() / sizes.min()
         return number
 
     def gauss_newton_condition_number(self) -> Tensor:
-        """The larger over the smaller of the two eigenvalues of the Gauss-Newton matrix that are not zero in general."""
+        """Return the ratio of the two eigenvalues of the Gauss-Newton matrix of rank two."""
         smaller, larger = self.gauss_newton_eigenvalues()[-2:].clamp(min=0)
         number: Tensor = larger / smaller
         return number
 
     def with_sink(self, bias: float, kind: Sink = "score") -> ScalarAttention:
-        """The same model with a bias at the first token of every sequence, an attention sink.
+        """Return the same model with a bias at the first token of every sequence, a sink.
 
         The slides say that a larger bias at the first token "shrinks the bulk and grows the
-        outliers", and not what the bias is added to. It can be either of two things, and each gives
-        one half of that in general:
+        outliers", but not what the bias is added to. There are two readings, and in general each
+        gives one half of that:
 
-        - "score": `b` is added to the scores that all tokens give the first. The bulk shrinks
-          without exception: every row ends up on the first token, and `β`, `α`, `γ` fall like
-          `e^-b` once `b` exceeds the other scores. The largest outlier tends to `2⟨x_1²⟩`: it grows
-          where that is more than it was, as with a first token larger than the mean of the others,
-          and is bounded; the other two outliers vanish with the bulk. What grows without bound is
-          the largest outlier over the bulk. On the way there the bulk may rise first, or pass
-          through zero.
+        - "score": `b` is added to the scores that all tokens give the first. The bulk always
+          shrinks in the end: every row ends up on the first token, and `β`, `α`, `γ` fall like
+          `e^-b` once `b` exceeds the other scores. On the way, the bulk may rise first, or pass
+          through zero. The largest outlier tends to `2⟨x_1²⟩`, so it grows where that is more than
+          it was, as with a first token larger than the mean of the others, and is bounded. The
+          other two outliers vanish with the bulk. The largest outlier over the bulk grows without
+          bound.
         - "input": the first token becomes `x_1 + b`. The outliers grow, in the end like `b²`, if
-          some tokens attend to it. The bulk grows too, because a token close to zero is undecided
-          between the sink and the others, and its residual and second moment grow with `b`. It
-          shrinks, like `e^(-s min(x) b)`, if all tokens lie on one side, away from zero, and `s x_1
-          > 0`: then all attend to the sink. With `s x_1 < 0` none does, and neither moves much.
+          some tokens attend to it. The bulk grows too: a token close to zero is undecided between
+          the sink and the others, and its residual and second moment grow with `b`. The bulk
+          shrinks, like `e^(-s min(x) b)`, if all tokens lie on one side of zero, away from it, and
+          `s x_1 > 0`: then all attend to the sink. With `s x_1 < 0` none does, and neither bulk nor
+          outliers move much.
 
         Args:
             bias: `b`, added to what is there.
@@ -232,8 +221,7 @@ class ScalarAttention:
         Raises:
             ValueError: If `kind` is neither.
         """
-        if kind not in ("score", "input"):
-            raise ValueError(f"Invalid kind={kind!r}. Must be 'score' or 'input'.")
+        check_choice("kind", kind, get_args(Sink))
         x = self.x.clone()
         x[:, 0] += bias if kind == "input" else 0.0
         score_bias = self.score_bias + (bias if kind == "score" else 0.0)
@@ -243,12 +231,10 @@ class ScalarAttention:
         return self.w_Q.square().sum() + self.w_K.square().sum()
 
     def _rank_one(self, alpha: Tensor, gamma: Tensor) -> Tensor:
-        """`[[α p pᵀ, γ p], [γ pᵀ, ν]]`."""
+        """Return `[[α p pᵀ, γ p], [γ pᵀ, ν]]`."""
         p = torch.cat([self.w_K, self.w_Q])
-        corner = torch.cat([gamma * p, self.nu.reshape(1)])
-        return torch.cat(
-            [torch.cat([alpha * torch.outer(p, p), gamma * p.unsqueeze(1)], 1), corner.unsqueeze(0)]
-        )
+        upper = torch.cat([alpha * torch.outer(p, p), gamma * p.unsqueeze(1)], 1)
+        return torch.cat([upper, torch.cat([gamma * p, self.nu.reshape(1)]).unsqueeze(0)])
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
@@ -258,16 +244,16 @@ def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
 def _check(x: Tensor, y: Tensor, w_Q: Tensor, w_K: Tensor) -> None:
     if x.ndim not in (1, 2) or not x.numel():
         raise ValueError(
-            f"Invalid x of shape {tuple(x.shape)}. Must be (sequences, tokens), or (tokens,) of one sequence."
+            f"Invalid x of shape {tuple(x.shape)}. Must be (sequences, tokens), or (tokens,) of "
+            "one sequence."
         )
     if y.shape != x.shape:
         raise ValueError(
             f"Invalid y of shape {tuple(y.shape)}. Must be that of x, {tuple(x.shape)}."
         )
     if w_Q.ndim != 1 or w_Q.shape != w_K.shape or not len(w_Q):
-        raise ValueError(
-            f"Invalid w_Q, w_K of shapes {tuple(w_Q.shape)}, {tuple(w_K.shape)}. Must be (d_K,) both."
-        )
+        shapes = f"{tuple(w_Q.shape)}, {tuple(w_K.shape)}"
+        raise ValueError(f"Invalid w_Q, w_K of shapes {shapes}. Must be (d_K,) both.")
     if not x.is_floating_point() or any(t.dtype != x.dtype for t in (y, w_Q, w_K)):
         given = ", ".join(str(t.dtype) for t in (x, y, w_Q, w_K))
         raise ValueError(

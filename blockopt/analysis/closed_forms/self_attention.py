@@ -1,24 +1,22 @@
-"""The exact Hessian of the loss of one self-attention layer, every pair of weights, in closed form."""
+"""The exact Hessian of the loss of one self-attention layer in closed form."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.attention_map import (
+from blockopt.analysis.closed_forms.attention_head import (
     SCORE_ROLES,
-    Activation,
-    AttentionMap,
     Factor,
-    Parametrization,
     add_on_diagonal,
     assemble,
     outer_matrices,
 )
+from blockopt.analysis.closed_forms.attention_map import Activation, AttentionMap, Parametrization
 from blockopt.analysis.closed_forms.checks import check_number
 from blockopt.analysis.closed_forms.key_matrices import KeyMatrices
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices, SharedMatrix
@@ -33,11 +31,12 @@ Place = tuple[str, int]  # role and head
 
 
 class SelfAttentionHessian:
-    """`H = H_o + H_f` of `ℓ(F(X))` for self-attention F: Theorems 3.1 and 3.2 of the ICLR 2025 paper, and more.
+    """`H = H_o + H_f` of `ℓ(F(X))` for self-attention F, for every pair of weights.
 
-    With Λ_i and g_i the Hessian and the gradient of the loss in `F_i`, bars and covariances under
-    the attention `A_i`, `C_i = Cov_i(v, k)`, `D_i = Cov_i(v, x)` and `w_ij = A_ij (g_i·v_j -
-    mean)`, the diagonal blocks are
+    It holds Theorems 3.1 and 3.2 of the ICLR 2025 paper, and more. With Λ_i and g_i the Hessian and
+    the gradient of the loss in `F_i`, bars and covariances under the attention `A_i`,
+    `C_i = Cov_i(v, k)`, `D_i = Cov_i(v, x)` and `w_ij = A_ij (g_i·v_j - mean)`, the diagonal blocks
+    are
 
         H(Q,Q) = scale² Σ_i x_i x_iᵀ ⊗ (C_iᵀ Λ_i C_i + Σ_j w_ij (k_j - k̄_i)(k_j - k̄_i)ᵀ)
         H(K,K) = scale² Σ_i (D_iᵀ Λ_i D_i + Σ_j w_ij (x_j - m_i)(x_j - m_i)ᵀ) ⊗ q_i q_iᵀ
@@ -49,9 +48,9 @@ class SelfAttentionHessian:
     D.1 (the split at the scores) lack the factor `2 / (L d_V)`, and Remark D.1 has the weights in
     the order K, Q: for `[W_Q; W_K]`, B is upper right and Bᵀ lower left.
 
-    Parts: "outer" and "functional" split at the output F, "score_outer" and "score_functional" at
-    the scores T (Appendix D): the latter is `B ⊗ I` between query and key, and zero elsewhere, the
-    former the rest of the query and key blocks.
+    The parts "outer" and "functional" split H at the output F, "score_outer" and "score_functional"
+    at the scores T (Appendix D). "score_functional" is `B ⊗ I` between query and key and zero
+    elsewhere; "score_outer" is the rest of the query and key blocks.
 
     Args:
         X: Tokens, (L, d) or (B, L, d).
@@ -62,12 +61,12 @@ class SelfAttentionHessian:
         loss: `SquaredError(Y)` or `CrossEntropy(W, targets)` on top of the layer.
         W_U: Output matrix of each head, (dv, d_out) or (H, dv, d_out); see `AttentionMap`.
         mask: See `AttentionMap`.
-        scale: Of the scores; `1 / sqrt(dk)` by default, 1 for "single". A temperature t divides it:
-            `score_outer` blocks go as `1 / t²`, `score_functional` ones as `1 / t`, at given
-            attention weights.
+        scale: The factor of the scores; `1 / sqrt(dk)` by default, 1 for "single". A temperature t
+            divides it: at given attention weights, `score_outer` blocks fall as `1 / t²` and
+            `score_functional` ones as `1 / t`.
         activation: "softmax" or "linear".
         parametrization: "query_key" or "single".
-        biases: Added to "query", "key" and "value"; constants, see `AttentionMap`.
+        biases: Constants added to "query", "key" and "value"; see `AttentionMap`.
 
     Example:
         >>> X, W = torch.eye(2), torch.eye(2)
@@ -96,13 +95,11 @@ class SelfAttentionHessian:
     ) -> None:
         if (Y is None) == (loss is None):
             raise ValueError(
-                "Give either Y, the target of the squared error, or loss=CrossEntropy(...) or SquaredError(...)."
+                "Give either Y, the target of the squared error, or loss=CrossEntropy(...) or "
+                "SquaredError(...)."
             )
         self.attention = AttentionMap(
-            X,
-            W_Q,
-            W_K,
-            W_V,
+            *(X, W_Q, W_K, W_V),
             W_U=W_U,
             mask=mask,
             scale=scale,
@@ -110,7 +107,10 @@ class SelfAttentionHessian:
             parametrization=parametrization,
             biases=biases,
         )
-        self.loss: OutputLoss = SquaredError(Y.to(self.attention.X)) if loss is None else loss  # type: ignore[union-attr]
+        if loss is None:
+            assert Y is not None
+            loss = SquaredError(Y.to(self.attention.X))
+        self.loss = loss
         self.roles, self.num_heads = self.attention.roles, self.attention.num_heads
         self.gradient_of_output = self.loss.gradient(self.attention.output)
         heads = self.attention.heads
@@ -119,92 +119,78 @@ class SelfAttentionHessian:
         ]
 
     def value(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.loss.value(self.attention.output)
 
     def block(
         self, row: str, column: str, part: Part = "full", heads: tuple[int, int] | None = None
     ) -> Tensor:
-        """One block: second derivatives by the weights of two roles, row-major.
+        """Return the second derivatives by the weights of two roles, each row-major.
 
         Args:
             row: A role: "query", "key", "value", "output"; "query_key" for a single matrix.
             column: Another, or the same.
-            part: Which summand.
-            heads: The head of each; all heads one after the other by default, (H n_row, H
-                n_column).
+            part: Which part of the Hessian.
+            heads: The head of each; by default all heads one after another, (H n_row, H n_column).
         """
         check_choice("part", part, get_args(Part))
         for role in (row, column):
             self.attention.size(role)  # raises if there is none
         if heads is not None and (not isinstance(heads, tuple) or len(heads) != 2):
             raise ValueError(
-                f"Invalid heads={heads!r}. Must be two numbers, one of the row and one of the column."
+                f"Invalid heads={heads!r}. Must be two numbers, one for the row and one for the "
+                "column."
             )
         for head in heads or ():
             check_number("head", head, self.num_heads)
         numbers = range(self.num_heads)
         rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
         columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
-        factors = {
-            place: self.attention.heads[place[1]].factor(place[0]) for place in {*rows, *columns}
-        }
-        sizes = self.attention.size(row), self.attention.size(column)
-        check_memory(
-            len(rows) * sizes[0],
-            len(columns) * sizes[1],
-            self.attention.X.dtype,
-            self.attention.X.device,
-        )
-        return torch.cat(
-            [
-                torch.cat(
-                    [self._block(one, other, factors, part).reshape(sizes) for other in columns], 1
-                )
-                for one in rows
-            ]
-        )
+        factors = self._factors({*rows, *columns})
+        sizes, X = (self.attention.size(row), self.attention.size(column)), self.attention.X
+        check_memory(len(rows) * sizes[0], len(columns) * sizes[1], X.dtype, X.device)
+
+        def of_row(one: Place) -> Tensor:
+            found = [self._block(one, other, factors, part) for other in columns]
+            return torch.cat([block.reshape(sizes) for block in found], 1)
+
+        return torch.cat([of_row(one) for one in rows])
 
     def dense(self, part: Part = "full") -> Tensor:
-        """The whole matrix, roles in the order query, key, value, output, each row-major (and by head).
+        """Return the whole matrix by role, by head, and row-major within a weight.
 
         Raises:
-            ValueError: If it does not fit into memory: `factored` does.
+            ValueError: If it does not fit into memory; `factored` does.
         """
         check_choice("part", part, get_args(Part))
         places = [(role, head) for role in self.roles for head in range(self.num_heads)]
-        factors = {(role, head): self.attention.heads[head].factor(role) for role, head in places}
+        factors, X = self._factors(places), self.attention.X
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
-        check_memory(offsets[-1], offsets[-1], self.attention.X.dtype, self.attention.X.device)
-        whole = self.attention.X.new_empty(offsets[-1], offsets[-1])
-        largest = max(self.attention.size(role) for role in self.roles) ** 2
-        scratch = self.attention.X.new_empty(2, largest)
+        check_memory(offsets[-1], offsets[-1], X.dtype, X.device)
+        whole = X.new_empty(offsets[-1], offsets[-1])
+        scratch = X.new_empty(2, max(self.attention.size(role) for role in self.roles) ** 2)
         for (i, left), (j, right) in itertools.combinations_with_replacement(enumerate(places), 2):
             rows, columns = slice(offsets[i], offsets[i + 1]), slice(offsets[j], offsets[j + 1])
             block = self._block(left, right, factors, part, scratch)
             target = whole[rows, columns]
             target.unflatten(1, block.shape[2:]).unflatten(0, block.shape[:2]).copy_(block)
-            if (
-                i != j
-            ):  # by way of contiguous memory: much faster than to read columns of the large matrix
+            if i != j:  # contiguous memory is much faster than columns of the large matrix
                 first, second = scratch[:, : target.numel()]
-                whole[columns, rows] = second.view(target.mT.shape).copy_(
-                    first.view(target.shape).copy_(target).mT
-                )
+                copied = first.view(target.shape).copy_(target)
+                whole[columns, rows] = second.view(target.mT.shape).copy_(copied.mT)
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
-        """A diagonal block as an operator that is never built: trace, diagonal, Frobenius norm, products with vectors.
+        """Return a diagonal block as an operator that is never built.
+
+        It has a trace, a diagonal, a Frobenius norm and products with vectors.
 
         Args:
-            role: Of the weight.
-            head: Of which head.
-            part: "outer" or "full"; "functional" for query and key.
+            role: The role of the weight.
+            head: The number of the head.
+            part: "outer", "functional" or "full".
         """
-        if part not in ("outer", "functional", "full"):
-            raise ValueError(
-                f"Invalid part={part!r}. A factored block has outer, functional and full."
-            )
+        check_choice("part", part, ("outer", "functional", "full"))
         self.attention.size(role)
         check_number("head", head, self.num_heads)
         one = self.attention.heads[head]
@@ -213,22 +199,15 @@ class SelfAttentionHessian:
             return KroneckerSum(one.query.flatten(0, 1), of_keys, False)
         vectors = one.factor(role).vector.flatten(0, 1)
         if role in ("value", "output"):
-            curvature = (
-                self._curvature(head)
-                if role == "value"
-                else self.loss.curvature(self.attention.output)
-            )
-            curvature = (
-                torch.zeros_like(curvature[:1, :1]).expand_as(curvature)
-                if part == "functional"
-                else curvature
-            )
-            shared = curvature.stride()[:2] == (0, 0)
-            return KroneckerSum(
-                vectors,
-                SharedMatrix(curvature[0, 0], len(vectors)) if shared else Matrices(curvature),
-                True,
-            )
+            if role == "value":
+                curvature = self._curvature(head)
+            else:
+                curvature = self.loss.curvature(self.attention.output)
+            if part == "functional":
+                curvature = torch.zeros_like(curvature[:1, :1]).expand_as(curvature)
+            if curvature.stride()[:2] == (0, 0):  # the same for all positions
+                return KroneckerSum(vectors, SharedMatrix(curvature[0, 0], len(vectors)), True)
+            return KroneckerSum(vectors, Matrices(curvature), True)
         matrices = self.attention.X.new_zeros(())
         if part != "functional":
             factor = one.factor(role)
@@ -238,42 +217,34 @@ class SelfAttentionHessian:
         return KroneckerSum(one.x.flatten(0, 1), Matrices(matrices), True)
 
     def score_functional_spectrum(self, head: int = 0) -> Tensor:
-        """Eigenvalues of the "score_functional" part: ± the singular values of `scale · B`, dk times each.
+        """Return the eigenvalues of the "score_functional" part, ascending.
 
-        `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, not symmetric. In print (Remark D.1) the factor of the loss is
-        missing from it.
+        They are ± the singular values of `scale · B`, dk times each, with
+        `B = Σ_i x_i (D_iᵀ g_i)ᵀ`, which is not symmetric. Remark D.1 lacks the factor of the loss.
         """
         self._query_key(head)
-        values = torch.linalg.svdvals(
-            self.attention.heads[head].score_mixed(self.score_gradients[head])
-        )
-        return (
-            torch.cat([values, -values])
-            .repeat_interleave(self.attention.shapes["query"][1])
-            .sort()
-            .values
-        )
+        mixed = self.attention.heads[head].score_mixed(self.score_gradients[head])
+        values = torch.linalg.svdvals(mixed)
+        both = torch.cat([values, -values]).repeat_interleave(self.attention.shapes["query"][1])
+        return both.sort().values
 
     def score_outer_rank_bound(self, head: int = 0) -> int:
-        """A bound on the rank of the "score_outer" part: Lemma D.2, and a sharper one where sequences are short.
+        """Return a bound on the rank of the "score_outer" part.
 
-        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² else; with biases of queries or keys there
-        is only the number of weights, `2 dk d`. The part is also a sum over positions i of matrices
-        of rank `min(d, n_i - 1)` at most, if i sees n_i tokens: only differences between tokens
-        count.
+        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² otherwise; with biases of queries or keys
+        only the number of weights, `2 dk d`, is left. The part is also a sum over positions i of
+        matrices of rank at most `min(d, n_i - 1)`, if i sees n_i tokens, since only differences
+        between tokens count. That is sharper for short sequences.
         """
         self._query_key(head)
         width, key_width = self.attention.shapes["query"]
         lemma = 2 * key_width * width - key_width**2 if key_width < width else width**2
-        if (
-            self.attention.biased
-        ):  # queries and keys are not linear in the tokens then, which the lemma needs
+        biased = self.attention.biased
+        if biased:  # queries and keys are not linear in the tokens then, which the lemma needs
             lemma = 2 * key_width * width
         one = self.attention.heads[head]
-        seen = one.visible.sum(-1) - (1 if one.softmax else 0)
-        apart = width + (
-            1 if self.attention.biased and not one.softmax else 0
-        )  # softmax does not see a constant
+        seen = one.visible.sum(-1) - int(one.softmax)
+        apart = width + int(biased and not one.softmax)  # softmax does not see a constant
         return min(lemma, int(seen.clamp(max=apart).sum()))
 
     def _query_key(self, head: int) -> None:
@@ -283,8 +254,11 @@ class SelfAttentionHessian:
                 "Queries and keys are one matrix here: there is no functional part at the scores."
             )
 
+    def _factors(self, places: Iterable[Place]) -> dict[Place, Factor]:
+        return {place: self.attention.heads[place[1]].factor(place[0]) for place in places}
+
     def _curvature(self, head: int) -> Tensor:
-        """`W_U Λ_i W_Uᵀ`: the curvature of the loss in what a head puts out before its output matrix, (B, L, dv, dv)."""
+        """Return `W_U Λ_i W_Uᵀ`, the curvature of the loss before the output matrix of a head."""
         W_U = self.attention.heads[head].W_U
         return self.loss.curvature(self.attention.output, W_U, W_U)
 
@@ -296,45 +270,34 @@ class SelfAttentionHessian:
         part: Part,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """The block of two weights by the entries of both, in `scratch`, room for two, if there is one."""
+        """Return the block of two weights by the entries of both; `scratch` has room for two."""
         first, second = (None, None) if scratch is None else scratch
         (row, head), (column, other) = left, right
         shape = self.attention.shapes[row] + self.attention.shapes[column]
         at_scores = row in SCORE_ROLES and column in SCORE_ROLES
         if part.startswith("score") and not at_scores:
             raise ValueError(
-                f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries and keys only."
+                f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries "
+                "and keys only."
             )
-        one, two, w = (
-            self.attention.heads[head],
-            self.attention.heads[other],
-            self.score_gradients[head],
-        )
+        one, two, w = *(self.attention.heads[n] for n in (head, other)), self.score_gradients[head]
         if part == "functional" and head == other:
             return one.functional(row, column, self.gradient_of_output, w, first)
         if part in ("functional", "score_functional"):
             entries = w.new_zeros(shape)
         else:
-            ends = (
-                one.W_U if factors[left].projected else None,
-                two.W_U if factors[right].projected else None,
-            )
-            matrices = outer_matrices(
-                factors[left], factors[right], self.loss.curvature(self.attention.output, *ends)
-            )
+            left_end = one.W_U if factors[left].projected else None
+            right_end = two.W_U if factors[right].projected else None
+            curvature = self.loss.curvature(self.attention.output, left_end, right_end)
+            matrices = outer_matrices(factors[left], factors[right], curvature)
             functional = part != "outer" and head == other
             if functional and at_scores:  # both parts have the same vectors: one sum for both
                 matrices = matrices + one.functional_matrices(row, column, w)
             entries = assemble(factors[left], factors[right], matrices, first)
-            if (
-                functional and not at_scores and row != column
-            ):  # by one value or output matrix twice it is zero
+            if functional and not at_scores and row != column:  # zero for one matrix twice
                 entries.add_(one.functional(row, column, self.gradient_of_output, w, second))
-        if (
-            part in ("full", "score_functional")
-            and head == other
-            and {row, column} == {"query", "key"}
-        ):
+        mixed = head == other and {row, column} == {"query", "key"}
+        if mixed and part in ("full", "score_functional"):
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
         return entries

@@ -8,23 +8,24 @@ The block is a chain of four sites. X is the input, N a norm, F attention, M the
     S = R + M(Y)         MLP                    S = Y + M(Y)
     Z = N(S)             final norm             Z = N(S)
 
-The chain rule says that the Hessian of ℓ(Z) is one outer product of Jacobians and, for each site,
-its own second derivative, contracted with the gradient that arrives at its output and put between
-the Jacobians of what enters it:
+By the chain rule, the Hessian of ℓ(Z) is one outer product of Jacobians and, for each site, its own
+second derivative, contracted with the gradient at its output, between the Jacobians of what enters
+it:
 
     H = J_Zᵀ ∇²ℓ J_Z  +  Σ_sites J_inᵀ (Σ_o g_o ∂²site_o) J_in
         outer            functional
 
 where "what enters" a site is its input, through J_in, and its own weights. Only Jacobians and
 contracted Hessians are built, no tensor of three indices. Every term is block-diagonal in the
-tokens but for those of attention.
+tokens, except for those of attention.
 
 Theorem 5 of Petrov et al. (arXiv 2510.16927) is this for one head, post-norm, ReLU and the squared
 error, before contraction: H_tr(i,j) = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j with B_i = ∂S/∂W_i and
 ξ_ij = ∂B_i/∂W_j. It is right, but some of its pieces are not as printed (1 is `mlp_in`, 2
 `mlp_out`, k an attention weight; D the mask of active units, m the width of the MLP):
 
-    ξ_12  printed: what is ξ_21. Correct: (I ⊗ (Y ⊗ I_m)ᵀ D)(I_L ⊗ K_{d,L} ⊗ I_m)(vec I_L ⊗ I_{dm}) K_{d,m}
+    ξ_12  printed: what is ξ_21. Correct:
+          (I ⊗ (Y ⊗ I_m)ᵀ D)(I_L ⊗ K_{d,L} ⊗ I_m)(vec I_L ⊗ I_{dm}) K_{d,m}
     ξ_21  printed: of wrong size. Correct: the formula printed as ξ_12
     ξ_1k  ends in ⊗ I_{n_1}, not ⊗ I_{n_k}
     Φ_kl  = ∂²F has no factor 2/(L d), which Φ_QQ, Φ_VQ and Φ_QK keep
@@ -34,11 +35,13 @@ error, before contraction: H_tr(i,j) = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, get_args
+from itertools import accumulate
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis.closed_forms.activations import Activation
 from blockopt.analysis.closed_forms.biased_attention import (
     ATTENTION_ROLES,
     FIRST_ROLES,
@@ -47,7 +50,6 @@ from blockopt.analysis.closed_forms.biased_attention import (
 from blockopt.analysis.closed_forms.checks import Part, check_part, check_tensors
 from blockopt.analysis.closed_forms.feed_forward import (
     MLP_ROLES,
-    Activation,
     FeedForwardHessian,
     FeedForwardMap,
 )
@@ -55,78 +57,20 @@ from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
 from blockopt.analysis.closed_forms.normalization import Normalization, NormKind
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.analysis.closed_forms.transformer_sites import (
+    KnownLoss,
+    NormSite,
+    between,
+    local_hessian,
+    pull,
+    push,
+)
 from blockopt.analysis.memory import check_memory
 from blockopt.checks import check_choice
 
 Arrangement = Literal["pre", "post"]
 NORM_ROLES = (*FIRST_ROLES, "middle_gain", "middle_bias", "final_gain", "final_bias")
 REQUIRED = ("query", "key", "value", "mlp_in", "mlp_out")
-
-
-class _Site(Protocol):
-    """A map of each row of its input, with weights of its own; N rows of d entries."""
-
-    roles: tuple[str, ...]
-
-    def jacobian(self, role: str) -> Tensor:
-        """By a weight, (N·d, n)."""
-
-    def input_jacobian(self) -> Tensor:
-        """By the input, (N, d, d)."""
-
-    def input_pulled(self, g: Tensor) -> Tensor:
-        """The gradient at the input from the one at the output, (N, d)."""
-
-    def functional(self, row: str, column: str, g: Tensor) -> Tensor:
-        """Σ g·∂² by two weights, (n_row, n_column)."""
-
-    def mixed_hessian(self, role: str, g: Tensor) -> Tensor:
-        """Σ g·∂² by a weight and the input, (n, N, d)."""
-
-    def input_hessian(self, g: Tensor) -> Tensor:
-        """Σ g·∂² by the input twice, (N, d, d)."""
-
-
-class _NormSite:
-    """A norm as a site of the chain, with its gain and bias as weights if they are given."""
-
-    def __init__(
-        self, x: Tensor, kind: NormKind, name: str, weights: Mapping[str, Tensor], epsilon: float
-    ) -> None:
-        gain, bias = f"{name}_gain", f"{name}_bias"
-        self.roles = tuple(role for role in (gain, bias) if role in weights)
-        self._norm = Normalization(
-            x.flatten(0, -2),
-            kind=kind,
-            gain=weights.get(gain),
-            bias=weights.get(bias),
-            epsilon=epsilon,
-        )
-        self.output = self._norm.output.reshape(x.shape)
-
-    def jacobian(self, role: str) -> Tensor:
-        return self._norm.parameter_jacobian("gain" if role.endswith("gain") else "bias").flatten(
-            0, 1
-        )
-
-    def input_jacobian(self) -> Tensor:
-        return self._norm.jacobian()
-
-    def input_pulled(self, g: Tensor) -> Tensor:
-        return self._norm.transposed_product(g.reshape(self._norm.output.shape))
-
-    def functional(self, row: str, column: str, g: Tensor) -> Tensor:
-        return g.new_zeros(self._norm.dim, self._norm.dim)  # linear in gain and bias together
-
-    def mixed_hessian(self, role: str, g: Tensor) -> Tensor:
-        rows = g.reshape(self._norm.output.shape)
-        mixed = self._norm.gain_input_hessian(
-            rows if role.endswith("gain") else torch.zeros_like(rows)
-        )
-        return mixed.movedim(0, 1)
-
-    def input_hessian(self, g: Tensor) -> Tensor:
-        return self._norm.contracted_hessian(g.reshape(self._norm.output.shape))
 
 
 class TransformerBlockHessian:
@@ -139,20 +83,21 @@ class TransformerBlockHessian:
     Args:
         X: Tokens that enter the block, (L, d) or (B, L, d).
         weights: By role, each as used on the right of its input, and as a vector in row-major
-            order. Attention: "query", "key", "value" (d, dk) or (H, d, dk); if there are any
-            "output" (dk, d) or (H, dk, d), without which the heads' values are added, "query_bias",
+            order. Attention: "query", "key", "value" (d, dk) or (H, d, dk); optionally "output"
+            (dk, d) or (H, dk, d), without which the heads' values are added, "query_bias",
             "key_bias", "value_bias" (dk,) or (H, dk), "output_bias" (d,). MLP: "mlp_in" (d, m),
-            "mlp_out" (m, d); if there are any "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias"
-            (d,). Norms: if there are any "first_gain", "first_bias" (before attention, in
-            pre-norm), "middle_gain", "middle_bias", "final_gain", "final_bias", each (d,).
+            "mlp_out" (m, d); optionally "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias" (d,).
+            Norms, all optional: "first_gain", "first_bias" (before attention, in pre-norm),
+            "middle_gain", "middle_bias", "final_gain", "final_bias", each (d,).
         loss: `SquaredError(target)` or `CrossEntropy(W, targets)` on Z.
         arrangement: "pre" or "post"; see above.
         norm: "layer", "rms" or None for no norms at all.
-        final_norm: Whether there is a norm at the end. GPT-2 has it after its last block only.
-        activation: Of the MLP, or of its gate: "relu", "gelu", "gelu_tanh", "silu", "identity".
-        epsilon: Of all norms.
-        mask: Of attention, bool (True: seen) or added to the scores, (L, L) or (B, L, L).
-        scale: Of the scores, 1/sqrt(dk) by default.
+        final_norm: Whether there is a norm at the end. GPT-2 has it only after its last block.
+        activation: The activation of the MLP, or of its gate: "relu", "gelu", "gelu_tanh", "silu",
+            "identity".
+        epsilon: The ε of all norms.
+        mask: The mask of attention, bool (True: seen) or added to the scores, (L, L) or (B, L, L).
+        scale: The factor of the scores, 1/sqrt(dk) by default.
 
     Attributes:
         roles: The weights, in the order of `dense`.
@@ -165,7 +110,8 @@ class TransformerBlockHessian:
         >>> from blockopt.analysis.closed_forms.output_loss import SquaredError
         >>> X, I = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 1.0]]), torch.eye(3)
         >>> weights = {"query": I, "key": I, "value": I, "mlp_in": I, "mlp_out": I}
-        >>> hessian = TransformerBlockHessian(X, weights, SquaredError(torch.zeros(2, 3)), activation="relu")
+        >>> loss = SquaredError(torch.zeros(2, 3))
+        >>> hessian = TransformerBlockHessian(X, weights, loss, activation="relu")
         >>> hessian.dense().shape
         torch.Size([45, 45])
         >>> bool(hessian.block("mlp_in", "value").abs().max() > 0)
@@ -194,87 +140,71 @@ class TransformerBlockHessian:
         check_tensors({"X": X, **weights})
         weights = {role: weight.detach() for role, weight in weights.items()}
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
-        first = (
-            Normalization(X, kind=norm, epsilon=epsilon).output
-            if norm and arrangement == "pre"
-            else X
-        )
-        self.attention = BiasedAttention(
-            first, weights, mask, scale
-        )  # the gain and bias of the norm are among its weights
+        self._pre, first = arrangement == "pre", X
+        if norm and self._pre:
+            first = Normalization(X, kind=norm, epsilon=epsilon).output
+        # The gain and bias of that norm are among the weights of attention.
+        self.attention = BiasedAttention(first, weights, mask, scale)
         self._entering = weights.get("first_gain", 1) * first + weights.get("first_bias", 0)
         self._weights, self._mask, self._scale = weights, mask, scale
         _check_width("Attention", self.attention.output, X, "value and output")
         residual = X + self.attention.output  # R
-        self._middle = _NormSite(residual, norm, "middle", weights, epsilon) if norm else None
+        self._middle = NormSite(residual, norm, "middle", weights, epsilon) if norm else None
         middle = residual if self._middle is None else self._middle.output  # Y
-        biases = {"b_in": weights.get("mlp_in_bias"), "b_out": weights.get("mlp_out_bias")}
-        gate = weights.get("mlp_gate")
         self._mlp = FeedForwardMap(
-            middle,
-            weights["mlp_in"],
-            weights["mlp_out"],
-            W_gate=gate,
-            **biases,
+            *(middle, weights["mlp_in"], weights["mlp_out"]),
+            W_gate=weights.get("mlp_gate"),
+            b_in=weights.get("mlp_in_bias"),
+            b_out=weights.get("mlp_out_bias"),
             activation=activation,
         )
         _check_width("The MLP", self._mlp.output, X, "mlp_out")
-        self._pre = arrangement == "pre"
         summed = (residual if self._pre else middle) + self._mlp.output  # S
-        self._final = (
-            _NormSite(summed, norm, "final", weights, epsilon) if norm and final_norm else None
-        )
+        self._final = None
+        if norm and final_norm:
+            self._final = NormSite(summed, norm, "final", weights, epsilon)
         self.output = summed if self._final is None else self._final.output  # Z
-        self.roles = tuple(
-            role for role in (*ATTENTION_ROLES, *MLP_ROLES, *NORM_ROLES) if role in weights
-        )
+        every = (*ATTENTION_ROLES, *MLP_ROLES, *NORM_ROLES)
+        self.roles = tuple(role for role in every if role in weights)
         self.sizes = {role: weights[role].numel() for role in self.roles}
         self.loss = loss
         # The gradient at the output of each site, from the last to the first
         self.gradient_of_output = loss.gradient(self.output)
-        self._at_sum = _pull(self._final, self.gradient_of_output)
-        from_mlp = _pull(self._mlp, self._at_sum)
+        self._at_sum = pull(self._final, self.gradient_of_output)
+        from_mlp = pull(self._mlp, self._at_sum)
         self._at_middle = from_mlp if self._pre else from_mlp + self._at_sum
-        at_residual = _pull(self._middle, self._at_middle)
+        at_residual = pull(self._middle, self._at_middle)
         self._at_residual = at_residual + self._at_sum if self._pre else at_residual
         self._reached: dict[str, tuple[Tensor | None, ...]] = {}
         self._kept: tuple[Part, Tensor] | None = None
 
     def value(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.loss.value(self.output)
 
     def jacobian(self, role: str) -> Tensor:
-        """∂Z/∂weight, (B·L·d, n)."""
+        """Return ∂Z/∂weight, (B·L·d, n)."""
         final = self._reach(role)[-1]
         assert final is not None
         return final
 
     def block(self, row: str, column: str, part: Part = "full") -> Tensor:
-        """∂²loss/∂row∂column, (n_row, n_column), or its outer product (Gauss-Newton) or functional part."""
+        """Return ∂²loss/∂row∂column, (n_row, n_column), or one of its parts."""
         check_part(part)
+        Z = self.output
         for role in {row, column} & self.sizes.keys():  # the Jacobian is larger than the block
-            check_memory(
-                self.output.numel(), self.sizes[role], self.output.dtype, self.output.device
-            )
+            check_memory(Z.numel(), self.sizes[role], Z.dtype, Z.device)
         if part == "outer":
             return self._outer(row, column)
         functional = self._functional(row, column)
         return functional if part == "functional" else functional + self._outer(row, column)
 
     def dense(self, part: Part = "full") -> Tensor:
-        """The whole matrix, in the order of `roles`."""
-        check_memory(
-            sum(self.sizes.values()),
-            sum(self.sizes.values()),
-            self.output.dtype,
-            self.output.device,
-        )
-        starts = {
-            role: sum(list(self.sizes.values())[:number]) for number, role in enumerate(self.roles)
-        }
-        places = {role: slice(start, start + self.sizes[role]) for role, start in starts.items()}
-        whole = self.output.new_empty(sum(self.sizes.values()), sum(self.sizes.values()))
+        """Return the whole matrix, in the order of `roles`."""
+        ends = list(accumulate(self.sizes.values()))
+        check_memory(ends[-1], ends[-1], self.output.dtype, self.output.device)
+        places = {role: slice(end - self.sizes[role], end) for role, end in zip(self.roles, ends)}
+        whole = self.output.new_empty(ends[-1], ends[-1])
         for number, row in enumerate(self.roles):
             for column in self.roles[number:]:
                 block = self.block(row, column, part)
@@ -283,7 +213,7 @@ class TransformerBlockHessian:
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
-        """A diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, never built: trace, diagonal, Frobenius norm, products with vectors.
+        """Return a diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, an operator that is never built.
 
         Above attention no token acts on another. So to attention, and to the MLP, the rest of the
         block is a loss with one Hessian K_i (d, d) for each token, and `SelfAttentionHessian` and
@@ -291,100 +221,89 @@ class TransformerBlockHessian:
 
         Args:
             role: "query", "key", "value" or "output" of one head, or a weight or bias of the MLP.
-            head: Which, for a role of attention.
+            head: The number of the head, for a role of attention.
             part: "outer", "functional" or "full".
 
         Raises:
             ValueError: For the role of a norm or a bias of attention.
         """
         check_part(part)
-        inner: Part = (
-            "outer" if part == "outer" else "full"
-        )  # the second derivatives of attention or MLP are functional
+        # The second derivatives of attention and MLP are functional.
+        inner: Part = "outer" if part == "outer" else "full"
         if role in self._mlp.roles:
             curvature = self._curvature_at_sum(part).unflatten(0, self.output.shape[:-1])
-            loss = _KnownLoss(self.value(), self._at_sum, curvature)
+            loss = KnownLoss(self.value(), self._at_sum, curvature)
             return FeedForwardHessian(self._mlp, loss).factored(role, inner)
         if role not in ("query", "key", "value", "output") or role not in self.sizes:
             raise ValueError(
-                f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` for the others."
+                f"Invalid role {role!r}. Must be a weight of attention or of the MLP; use `block` "
+                "for the others."
             )
         curvature = self._curvature_at_residual(part).unflatten(0, self.output.shape[:-1])
-        loss = _KnownLoss(self.value(), self._at_residual, curvature)
+        loss = KnownLoss(self.value(), self._at_residual, curvature)
         w = self._weights
+        biases = {name: w.get(f"{name}_bias") for name in ("query", "key", "value")}
         attention = SelfAttentionHessian(
-            self._entering,
-            w["query"],
-            w["key"],
-            w["value"],
+            *(self._entering, w["query"], w["key"], w["value"]),
             loss=loss,
             W_U=w.get("output"),
             mask=self._mask,
             scale=self._scale,
-            biases={
-                name: w[f"{name}_bias"] for name in ("query", "key", "value") if f"{name}_bias" in w
-            },
+            biases={name: bias for name, bias in biases.items() if bias is not None},
         )
         return attention.factored(role, head, inner)
 
     def _curvature_at_sum(self, part: Part) -> Tensor:
-        """∂²loss/∂S² of each token, (N, d, d), or one of its parts."""
+        """Return ∂²loss/∂S² of each token, (N, d, d), or one of its parts."""
         curvature = self.loss.curvature(self.output).flatten(0, -3)
         if self._final is None:
             return torch.zeros_like(curvature) if part == "functional" else curvature
-        jacobian, functional = (
-            self._final.input_jacobian(),
-            self._final.input_hessian(self.gradient_of_output),
-        )
+        jacobian = self._final.input_jacobian()
+        functional = self._final.input_hessian(self.gradient_of_output)
         outer = jacobian.mT @ curvature @ jacobian
         return {"outer": outer, "functional": functional, "full": outer + functional}[part]
 
     def _curvature_at_residual(self, part: Part) -> Tensor:
-        """∂²loss/∂R² of each token, (N, d, d), or one of its parts. The last one is kept: all roles of attention need it."""
+        """Return ∂²loss/∂R² of each token, (N, d, d), or a part; kept for the next role."""
         if self._kept is None or self._kept[0] != part:
             self._kept = (part, self._new_curvature_at_residual(part))
         return self._kept[1]
 
     def _new_curvature_at_residual(self, part: Part) -> Tensor:
-        identity = torch.eye(
-            self.output.shape[-1], dtype=self.output.dtype, device=self.output.device
-        )
-        middle = (
-            identity.expand(self.output.shape[:-1].numel(), -1, -1)
-            if self._middle is None
-            else self._middle.input_jacobian()
-        )
+        Z = self.output
+        identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
+        if self._middle is None:
+            middle = identity.expand(Z.shape[:-1].numel(), -1, -1)
+        else:
+            middle = self._middle.input_jacobian()
         summed = self._mlp.input_jacobian() @ middle + (identity if self._pre else middle)  # ∂S/∂R
         total = summed.mT @ self._curvature_at_sum(part) @ summed
         if part == "outer":
             return total
         total = total + middle.mT @ self._mlp.input_hessian(self._at_sum) @ middle
-        return (
-            total if self._middle is None else total + self._middle.input_hessian(self._at_middle)
-        )
+        if self._middle is None:
+            return total
+        return total + self._middle.input_hessian(self._at_middle)
 
     def _reach(self, role: str) -> tuple[Tensor | None, ...]:
-        """The Jacobians of R, Y, S and Z by a weight, (B·L·d, n) each; None for what does not depend on it."""
-        if role not in self.sizes:
-            raise ValueError(
-                f"Invalid role {role!r}. Must be one of {', '.join(map(repr, self.roles))}."
-            )
+        """Return the Jacobians of R, Y, S and Z by a weight, (B·L·d, n); None for no dependence."""
+        check_choice("role", role, self.roles)
         if role not in self._reached:
             residual = self.attention.jacobian(role) if role in self.attention.roles else None
-            middle = _push(self._middle, role, residual)
+            middle = push(self._middle, role, residual)
             past = residual if self._pre else middle
-            through = _push(self._mlp, role, middle)
+            through = push(self._mlp, role, middle)
             summed = through if past is None else past if through is None else past + through
-            self._reached[role] = (residual, middle, summed, _push(self._final, role, summed))
+            self._reached[role] = (residual, middle, summed, push(self._final, role, summed))
         return self._reached[role]
 
     def _outer(self, row: str, column: str) -> Tensor:
-        """J_Zᵀ Λ J_Z."""
+        """Return J_Zᵀ Λ J_Z."""
         curvature = self.loss.curvature(self.output).flatten(0, -3)
-        return _between(self.jacobian(row), curvature, self.jacobian(column))
+        return between(self.jacobian(row), curvature, self.jacobian(column))
 
     def _functional(self, row: str, column: str) -> Tensor:
-        """The sum over the sites: each one's second derivative, between the Jacobians of what enters it."""
+        """Return the sum over the sites of each one's own second derivative."""
         rows, columns = self._reach(row), self._reach(column)
         total = self.output.new_zeros(self.sizes[row], self.sizes[column])
         if row in self.attention.roles and column in self.attention.roles:
@@ -396,80 +315,15 @@ class TransformerBlockHessian:
         )
         for (site, gradient), into_row, into_column in zip(sites, rows, columns):
             if site is not None:
-                total = total + _local(site, row, column, gradient, into_row, into_column)
+                total = total + local_hessian(site, row, column, gradient, into_row, into_column)
         return total
-
-
-class _KnownLoss:
-    """The rest of a block as a loss on the output of one of its parts, with value and derivatives known at one point."""
-
-    def __init__(self, value: Tensor, gradient: Tensor, curvature: Tensor) -> None:
-        self._value, self._gradient, self._curvature = value, gradient, curvature
-
-    def value(self, output: Tensor) -> Tensor:
-        return self._value
-
-    def gradient(self, output: Tensor) -> Tensor:
-        return self._gradient
-
-    def curvature(
-        self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
-    ) -> Tensor:
-        half = self._curvature if left is None else left @ self._curvature
-        return half if right is None else half @ right.mT
-
-
-def _local(
-    site: _Site,
-    row: str,
-    column: str,
-    g: Tensor,
-    into_row: Tensor | None,
-    into_column: Tensor | None,
-) -> Tensor | float:
-    """Σ g·∂²site between two weights, which are its own or enter with its input through their Jacobians."""
-    total: Tensor | float = 0.0
-    if row in site.roles and column in site.roles:
-        total = total + site.functional(row, column, g)
-    if row in site.roles and into_column is not None:
-        total = total + site.mixed_hessian(row, g).flatten(1) @ into_column
-    if column in site.roles and into_row is not None:
-        total = total + (site.mixed_hessian(column, g).flatten(1) @ into_row).mT
-    if into_row is not None and into_column is not None:
-        total = total + _between(into_row, site.input_hessian(g), into_column)
-    return total
-
-
-def _push(site: _Site | None, role: str, into: Tensor | None) -> Tensor | None:
-    """The Jacobian of a site's output by a weight of its own, or by one that enters with its input."""
-    if site is None:
-        return into
-    if role in site.roles:
-        return site.jacobian(role)
-    return None if into is None else _rowwise(site.input_jacobian(), into)
-
-
-def _pull(site: _Site | None, g: Tensor) -> Tensor:
-    """The gradient at a site's input from the one at its output."""
-    return g if site is None else site.input_pulled(g).reshape(g.shape)
-
-
-def _rowwise(matrices: Tensor, into: Tensor) -> Tensor:
-    """Block-diagonal matrices (N, r, d) times a matrix (N·d, n)."""
-    rows: Tensor = into.unflatten(0, (len(matrices), -1))
-    return (matrices @ rows).flatten(0, 1)
-
-
-def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ · block-diagonal matrices (N, d, d) · right, (n_left, n_right)."""
-    return left.mT @ _rowwise(matrices, right)
 
 
 def _check_width(what: str, output: Tensor, X: Tensor, culprit: str) -> None:
     if output.shape != X.shape:
-        wanted = f"{X.shape[-1]} to be added to X"
         raise ValueError(
-            f"{what} gives {output.shape[-1]} entries a token. Must be {wanted}; check the weights {culprit}."
+            f"{what} gives {output.shape[-1]} entries per token. Must be {X.shape[-1]} to be added "
+            f"to X; check the weights {culprit}."
         )
 
 
@@ -487,5 +341,6 @@ def _check_weights(
     unknown = [role for role in weights if role not in allowed]
     if unknown:
         raise ValueError(
-            f"Invalid weights: {', '.join(unknown)} not used here. Must be among {', '.join(allowed)}."
+            f"Invalid weights: {', '.join(unknown)} not used here. Must be among "
+            f"{', '.join(allowed)}."
         )

@@ -1,4 +1,4 @@
-"""Bounds on the spectral norms of the Hessian's blocks, from norms of the data and weights alone, next to the true norms.
+"""Bounds on the spectral norms of Hessian blocks from norms of data and weights alone.
 
 Petrov et al. (arXiv 2510.16927, Theorems 1 and 6) bound the blocks of a post-norm transformer block
 with one head, ReLU and the squared error. Here are such bounds with what is wrong in print put
@@ -26,7 +26,8 @@ there, too.
 **The block.** With B_i = ∂S/∂W_i, ξ_ij = ∂B_i/∂W_j and J_Y, J_Z, h_Y, h_Z the norms of the two
 LayerNorms' derivatives
 
-    |B_1| <= |W_2| |Y|   |B_2| <= |Y|_F |W_1|   |B_k| <= (1 + |W_1||W_2|) J_Y |G_k|   |Y| <= |Y|_F <= √(L d)
+    |B_1| <= |W_2| |Y|   |B_2| <= |Y|_F |W_1|   |B_k| <= (1 + |W_1||W_2|) J_Y |G_k|
+    |Y| <= |Y|_F <= √(L d)
     |H_o(i,j)| <= c J_Z² |B_i| |B_j|
     |H_f(i,j)| <= |∂ℓ/∂Z| (J_Z |ξ_ij| + h_Z |B_i| |B_j|)
 
@@ -47,14 +48,14 @@ W_1 not).
     Φ_VQ    ½ x³ |W_K| / √dk                                     √min(d, L) times that
 
 Products of norms are far from the norm of a product: the bounds hold, but on random weights they
-are loose by orders of magnitude where attention is involved. `looseness` says by how much.
+are loose by orders of magnitude where attention is involved. `Bound.looseness` says by how much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ from blockopt.analysis.closed_forms.normalization import Normalization
 from blockopt.analysis.closed_forms.output_loss import SquaredError
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
+from blockopt.checks import check_choice
+from blockopt.tables import aligned
 
 SecondDerivativeNorm = Literal["trilinear", "unfolded"]
 ATTENTION = ("query", "key", "value")
@@ -95,22 +98,24 @@ def attention_bounds(
     second: SecondDerivativeNorm = "trilinear",
     mask: Tensor | None = None,
 ) -> list[Bound]:
-    """Bounds for one attention head under the squared error: |H_o(k,l)| <= c |G_k||G_l| and |H_f(k,l)| <= |∂ℓ/∂F| |Φ_kl|.
+    """Bound the blocks of one attention head under the squared error.
+
+    |H_o(k,l)| <= c |G_k||G_l| and |H_f(k,l)| <= |∂ℓ/∂F| |Φ_kl|.
 
     Args:
         X: Tokens of one sequence, (L, d).
         weights: "query" and "key" (d, dk), "value" (d, d_out).
         target: (L, d_out).
-        part: Of the Hessian: "outer", "functional" or "full".
-        second: The norm of second derivatives; "trilinear" is sharper, "unfolded" the paper's.
-        mask: Who sees whom; the bounds hold for any.
+        part: The part of the Hessian: "outer", "functional" or "full".
+        second: The norm of second derivatives; "trilinear" is sharper, "unfolded" is the paper's.
+        mask: The mask of attention; the bounds hold for any.
 
     Returns:
         One `Bound` for each pair, in the order query, key, value.
 
     Example:
-        >>> one = torch.ones(1, 1)
-        >>> bounds = attention_bounds(torch.tensor([[1.0], [-1.0]]), {r: one for r in ATTENTION}, torch.zeros(2, 1))
+        >>> X, ones = torch.tensor([[1.0], [-1.0]]), {r: torch.ones(1, 1) for r in ATTENTION}
+        >>> bounds = attention_bounds(X, ones, torch.zeros(2, 1))
         >>> all(entry.true <= entry.bound for entry in bounds)
         True
     """
@@ -140,19 +145,20 @@ def transformer_bounds(
     mask: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> list[Bound]:
-    """Bounds for all pairs of the five weights of a post-norm block with one head, LayerNorm, ReLU and the squared error.
+    """Bound the blocks of all pairs of the five weights of a post-norm transformer block.
 
-    They use norms of X and the weights, the smallest standard deviation of a row before each of the
-    two LayerNorms, and the norm of the gradient at the output.
+    The block has one head, LayerNorm, ReLU and the squared error. The bounds use norms of X and the
+    weights, the smallest standard deviation of a row before each of the two LayerNorms, and the
+    norm of the gradient at the output.
 
     Args:
         X: Tokens of one sequence, (L, d).
         weights: "query" and "key" (d, dk), "value" (d, d), "mlp_in" (d, m), "mlp_out" (m, d).
         target: (L, d).
-        part: Of the Hessian: "outer", "functional" or "full".
-        second: The norm of second derivatives; "trilinear" is sharper, "unfolded" the paper's.
-        mask: Who sees whom.
-        epsilon: Of both LayerNorms.
+        part: The part of the Hessian: "outer", "functional" or "full".
+        second: The norm of second derivatives; "trilinear" is sharper, "unfolded" is the paper's.
+        mask: The mask of attention.
+        epsilon: The ε of both LayerNorms.
 
     Returns:
         One `Bound` for each pair, in the order query, key, value, mlp_in, mlp_out.
@@ -161,7 +167,8 @@ def transformer_bounds(
     extra = sorted(set(weights) - set(BLOCK))
     if extra:
         raise ValueError(
-            f"Invalid weights: {', '.join(extra)} not covered by the bounds. Must be {', '.join(BLOCK)}."
+            f"Invalid weights: {', '.join(extra)} not covered by the bounds. Must be "
+            f"{', '.join(BLOCK)}."
         )
     attention = _Attention(X, weights, second)
     hessian = TransformerBlockHessian(
@@ -188,13 +195,14 @@ def transformer_bounds(
 
 
 def whole_bound(bounds: Sequence[Bound]) -> float:
-    """A bound on the norm of the whole matrix: the norm of the matrix of the blocks' bounds.
+    """Bound the norm of the whole matrix by that of the matrix of the blocks' bounds.
 
-    It is at most the number of roles times the largest of them, which is what the paper has (5 max,
-    or 3 max for attention).
+    It is at most the number of roles times the largest bound, which is the paper's (5 max, or 3 max
+    for attention).
 
     Example:
-        >>> whole_bound([Bound("a", "a", 3.0, 1.0), Bound("a", "b", 4.0, 1.0), Bound("b", "b", 3.0, 1.0)])
+        >>> entries = ("a", "a", 3.0), ("a", "b", 4.0), ("b", "b", 3.0)
+        >>> whole_bound([Bound(*entry, true=1.0) for entry in entries])
         7.0
     """
     roles = list(dict.fromkeys(entry.row for entry in bounds))
@@ -202,25 +210,23 @@ def whole_bound(bounds: Sequence[Bound]) -> float:
     for entry in bounds:
         i, j = roles.index(entry.row), roles.index(entry.column)
         matrix[i, j] = matrix[j, i] = entry.bound
-    return float(
-        torch.linalg.eigvalsh(matrix)[-1]
-    )  # of a matrix without negative entries, the largest in size
+    # Without negative entries, the largest eigenvalue is also the largest in size.
+    return float(torch.linalg.eigvalsh(matrix)[-1])
 
 
 def bound_table(bounds: Sequence[Bound]) -> str:
-    """The bounds as lines of text.
+    """Return the bounds as a table.
 
     Example:
         >>> print(bound_table([Bound("query", "key", 2.0, 0.5)]))
-        row      column          bound        true  bound / true
-        query    key         2.000e+00   5.000e-01           4.0
+        row    column      bound       true  bound / true
+        query     key  2.000e+00  5.000e-01           4.0
     """
-    lines = [f"{'row':<9}{'column':<9}{'bound':>12}{'true':>12}{'bound / true':>14}"]
+    rows = [("row", "column", "bound", "true", "bound / true")]
     for entry in bounds:
-        lines.append(
-            f"{entry.row:<9}{entry.column:<9}{entry.bound:>12.3e}{entry.true:>12.3e}{entry.looseness:>14.1f}"
-        )
-    return "\n".join(lines)
+        numbers = (f"{entry.bound:.3e}", f"{entry.true:.3e}", f"{entry.looseness:.1f}")
+        rows.append((entry.row, entry.column, *numbers))
+    return aligned(rows)
 
 
 class _Attention:
@@ -229,10 +235,10 @@ class _Attention:
     def __init__(self, X: Tensor, weights: Mapping[str, Tensor], norm: str) -> None:
         if X.ndim != 2 or any(role not in weights or weights[role].ndim != 2 for role in ATTENTION):
             raise ValueError(
-                "The bounds are for one sequence X (L, d) and one head with weights query, key, value of 2 dimensions."
+                "The bounds are for one sequence X (L, d) and one head with weights query, key, "
+                "value of 2 dimensions."
             )
-        if norm not in ("trilinear", "unfolded"):
-            raise ValueError(f"Invalid second={norm!r}. Must be 'trilinear' or 'unfolded'.")
+        check_choice("second", norm, get_args(SecondDerivativeNorm))
         unfolded = norm == "unfolded"
         self.tokens = X.shape
         self._x, self._root = _norm(X), math.sqrt(weights["key"].shape[1])
@@ -240,35 +246,25 @@ class _Attention:
         self._cumulant = math.sqrt(3) / 2 if unfolded else math.sqrt(6) / 9
         self._scores = self._x**2 * (float(X.norm()) if unfolded else self._x)
         self._values = math.sqrt(min(X.shape[0], weights["value"].shape[1])) if unfolded else 1.0
-        through = {
-            role: 0.5 * self._x**3 * self._other(role) / self._root for role in ("query", "key")
-        }
-        self.first = {role: bound * self._w["value"] for role, bound in through.items()}
+        half = 0.5 * self._x**3 / self._root
+        self._through = {role: half * self._other(role) for role in ("query", "key")}
+        self.first = {role: bound * self._w["value"] for role, bound in self._through.items()}
         self.first["value"] = math.sqrt(X.shape[0]) * self._x
-        self._through = through
 
     def second(self, row: str, column: str) -> float:
-        """|Φ|."""
+        """Return the bound on |Φ|."""
         if row == column == "value":
             return 0.0
         if "value" in (row, column):
             return self._values * self._through[row if column == "value" else column]
-        quadratic = (
-            self._cumulant
-            * self._x**5
-            * self._other(row)
-            * self._other(column)
-            * self._w["value"]
-            / self._root**2
-        )
-        return (
-            quadratic
-            if row == column
-            else quadratic + 0.5 * self._scores * self._w["value"] / self._root
-        )
+        others = self._other(row) * self._other(column) * self._w["value"]
+        quadratic = self._cumulant * self._x**5 * others / self._root**2
+        if row == column:
+            return quadratic
+        return quadratic + 0.5 * self._scores * self._w["value"] / self._root
 
     def _other(self, role: str) -> float:
-        """The norm of the weight that a query or key meets in the scores."""
+        """Return the norm of the weight that a query or key meets in the scores."""
         return self._w["key" if role == "query" else "query"]
 
 
@@ -288,7 +284,7 @@ class _Sum:
         self.first |= {"mlp_in": w_2 * self._y, "mlp_out": w_1 * self._y}
 
     def second(self, row: str, column: str) -> float:
-        """|ξ|."""
+        """Return the bound on |ξ|."""
         of_attention = [role for role in (row, column) if role in ATTENTION]
         first = self._attention.first
         if len(of_attention) == 2:
@@ -306,13 +302,12 @@ def _derivative_norms(norm: Normalization, second: str) -> tuple[float, float]:
 
 
 def _norm(matrix: Tensor) -> float:
-    """The largest singular value, from the smaller Gram matrix: several times faster than a decomposition of the matrix."""
+    """Return the largest singular value, from the smaller Gram matrix, which is much faster."""
     size = float(matrix.abs().max())
     if size == 0:
         return 0.0
-    short = (
-        matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    ) / size  # so that no square underflows
+    # Divided by its size, so that no square underflows
+    short = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT) / size
     return size * math.sqrt(torch.linalg.eigvalsh(short @ short.mT)[-1])
 
 

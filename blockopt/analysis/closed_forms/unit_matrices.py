@@ -1,4 +1,4 @@
-"""The matrices of an MLP's hidden units in its factored Hessian, one m × m for each row, held through what they are made of."""
+"""The m × m matrices of an MLP's hidden units in its factored Hessian, never built."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CHUNK_BYTES = 2**28
 
 
 class UnitMatrices:
-    """`E_i = D_i W Λ_i Wᵀ D_i + diag(e_i)` of each row i, with D_i the diagonal matrix of the units' slopes.
+    """`E_i = D_i W Λ_i Wᵀ D_i + diag(e_i)` of each row i, for diagonal matrices D_i.
 
     Args:
-        slopes: The diagonals of D_i, (n, m).
+        slopes: The diagonals of D_i, the slopes of the units, (n, m).
         W: The weight after the units, (m, d).
         curvature: Λ_i, (n, d, d), or None for none.
         bends: e_i, (n, m), or None for none.
@@ -26,11 +26,11 @@ class UnitMatrices:
         self.count, self.size = slopes.shape
 
     def traces(self) -> Tensor:
-        """(n,)."""
+        """Return the trace of each, (n,)."""
         return self.diagonals().sum(-1)
 
     def diagonals(self) -> Tensor:
-        """(n, m)."""
+        """Return the diagonal of each, (n, m)."""
         total = torch.zeros_like(self._slopes) if self._bends is None else self._bends
         if self._curvature is None:
             return total
@@ -41,7 +41,7 @@ class UnitMatrices:
         return total + self._slopes.square() * torch.cat(squares)
 
     def product(self, z: Tensor) -> Tensor:
-        """`E_i z_i`, (n, m, k)."""
+        """Return `E_i z_i`, (n, m, k)."""
         total = torch.zeros_like(z) if self._bends is None else self._bends.unsqueeze(-1) * z
         if self._curvature is None:
             return total
@@ -49,12 +49,11 @@ class UnitMatrices:
         return total + slopes * (self._W @ (self._curvature @ (self._W.mT @ (slopes * z))))
 
     def inner_products(self) -> Tensor:
-        """`⟨E_i, E_j⟩`, (n, n), without holding all E_i at once."""
+        """Return `⟨E_i, E_j⟩`, (n, n), without holding all E_i at once."""
         total = self._slopes.new_zeros(self.count, self.count)
         step = self._step(self.count * self.size)
         for start in range(0, self.size, step):
-            # Symmetric matrices: rows from `start` on, what is beyond the diagonal square counts
-            # twice.
+            # By symmetry only from the diagonal on; what is beyond it counts twice.
             stop = min(start + step, self.size)
             slab = self._slopes.new_zeros(self.count, stop - start, self.size - start)
             if self._curvature is not None:

@@ -1,4 +1,4 @@
-"""The paper's formulas as printed, where they are right, and corrected where not, against autograd in float64.
+"""The paper's formulas, corrected where they are wrong, against autograd in float64.
 
 Definition 3.1, Theorems 3.1 and 3.2, Remarks 3.1, 4.1, C.1, D.1 and E.1, Lemmas 4.1, B.1, C.1 and
 D.1 of "What does it mean to be a transformer?" (ICLR 2025); its matrix calculus is in
@@ -213,12 +213,14 @@ def test_remark_e_1_jacobians_of_many_heads():
 
 
 def test_second_derivatives_of_the_layer():
-    """Φ = ∂²F of the second paper's Theorem 5, without the factor 2/(L d) that it keeps, and with I_L for its one I_{d_V}."""
+    """Φ = ∂²F of Theorem 5, without its factor 2/(L d), and with I_L for its one I_{d_V}."""
     for p in papers():
         slices = sizes_of(p.weights)
-        exact = jacrev(jacrev(lambda v: attend(p.X3, unflat(v, p.weights)).flatten()))(
-            flat(p.weights)
-        )  # noqa: B023
+
+        def output(v, p=p):
+            return attend(p.X3, unflat(v, p.weights)).flatten()
+
+        exact = jacrev(jacrev(output))(flat(p.weights))
         root = math.sqrt(p.dk)
         lifted = kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
 

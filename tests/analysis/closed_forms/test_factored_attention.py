@@ -1,4 +1,4 @@
-"""Trace, diagonal, Frobenius norm and products of the factored blocks equal those of the dense ones."""
+"""Factored blocks equal dense ones: trace, diagonal, Frobenius norm and products."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_top_eigenvalues_without_the_matrix(which):
 
 
 def test_layer_of_gpt2_small():
-    """A dense block would need terabytes, and is refused with the number; the factored one has all that matters."""
+    """A dense block would need terabytes and is refused; the factored one is small."""
     X, weights, target = draw(L=8, d=768, dk=64, dv=64, heads=12, d_out=768)
     hessian, _ = make(
         X.float(), {role: 0.05 * w.float() for role, w in weights.items()}, target.float(), False

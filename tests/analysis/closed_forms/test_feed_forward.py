@@ -7,12 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, jacrev
 
-from blockopt.analysis.closed_forms.feed_forward import (
-    FeedForwardHessian,
-    FeedForwardMap,
-    LinearNetworkHessian,
-    activation_derivatives,
-)
+from blockopt.analysis.closed_forms.activations import activation_derivatives
+from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian, FeedForwardMap
+from blockopt.analysis.closed_forms.linear_network import LinearNetworkHessian
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
 
 ACTS = {
@@ -229,7 +226,7 @@ def test_errors():
         build(draw(6, 2), w, "gelu")
     with pytest.raises(ValueError, match="Invalid weights of shapes"):
         FeedForwardMap(draw(6, 3), draw(3), draw(4, 2))
-    with pytest.raises(ValueError, match="Invalid role 'mlp_gate'"):
+    with pytest.raises(ValueError, match="Invalid role='mlp_gate'"):
         mlp.jacobian("mlp_gate")
     hessian = FeedForwardHessian(mlp, SquaredError(draw(6, 2)))
     with pytest.raises(ValueError, match="Invalid part='inner'"):

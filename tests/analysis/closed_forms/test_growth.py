@@ -1,4 +1,4 @@
-"""Exponents of growth against numpy's regression, and measured ones of attention layers against autograd."""
+"""Exponents against numpy's regression, and those of attention against autograd."""
 
 import math
 from itertools import combinations_with_replacement
@@ -9,18 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, jacrev
 
-from blockopt.analysis.closed_forms.growth import (
+from blockopt.analysis.closed_forms.attention_growth import (
     PREDICTED,
     BlockPart,
-    Growth,
     attention_exponents,
     attention_measure,
     attention_norms,
-    fit_exponent,
-    growth,
     linear_attention_exponents,
     linear_mlp_exponents,
 )
+from blockopt.analysis.closed_forms.growth import Growth, fit_exponent, growth
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 
 SMALL = [0.01, 0.02, 0.04]
@@ -63,7 +61,7 @@ def test_the_error_over_repeats_is_a_jackknife():
 
 
 def test_the_error_over_repeats_is_that_of_other_draws():
-    """Repeats that scale all norms of a series alike move no slope; others move it by the standard error."""
+    """Repeats that scale a whole series move no slope; others by the standard error."""
     scales = torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=torch.float64)
     alike = scales**2 * randn(20, 1).mul(0.3).exp()
     assert fit_exponent(scales, alike).standard_error < 1e-12
@@ -262,7 +260,7 @@ def test_repeats_of_attention():
 
 
 def deep_norms(depth, attention):
-    """A measure of the diagonal blocks, layer by layer, of linear attention or of a linear MLP, under the squared error."""
+    """A measure of the diagonal blocks of linear attention or of a linear MLP, by layer."""
     width = 2
     matrices = [0.8 * randn(width, width, seed=n) for n in range(3 * depth if attention else depth)]
     tokens, targets = randn(3, width, seed=100), randn(3, width, seed=101)

@@ -1,4 +1,4 @@
-"""The rules of matrix calculus of the ICLR 2025 paper's Appendices A and B, row-major, against autograd."""
+"""The matrix calculus of the ICLR 2025 paper's Appendices A and B against autograd."""
 
 import pytest
 import torch

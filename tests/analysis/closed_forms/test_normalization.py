@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: closed forms against autograd, and Theorems 2 and 3 of arXiv 2510.16927 in their corrected form."""
+"""LayerNorm and RMSNorm against autograd, and the corrected theorems of arXiv 2510.16927."""
 
 import math
 
@@ -22,7 +22,7 @@ def draw(*shape, seed=0):
 
 
 def reference(x, kind, gain, bias, epsilon):
-    """Elementary operations: `jacrev` of `jacrev` of the fused `layer_norm`, by gain and then input, is wrong in torch 2.13."""
+    """By elementary operations: `jacrev` of `jacrev` of `layer_norm` is wrong in torch 2.13."""
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     return gain * centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt() + bias
 
@@ -97,7 +97,7 @@ def test_norms_are_exact(kind, epsilon, affine, d, scale):
 
 
 def best_cube(norm: Normalization) -> Tensor:
-    """The largest |Σ H_abc u_a u_b u_c| of each row without gain, on a grid of the plane of y and one other direction."""
+    """The largest |Σ H_abc u_a u_b u_c| of each row, on a grid of the plane of y."""
     plain = norm.hessian() / norm.gain[:, None, None]
     y = norm.normalized / norm.normalized.norm(dim=-1, keepdim=True)
     other = norm.project(draw(*y.shape, seed=9))
@@ -177,7 +177,7 @@ def selection(n: int) -> Tensor:
 
 
 class KroneckerForms:
-    """∂LN and ∂²LN of L rows; `second_term` and `diagonal` are the factors that are printed as 1 in place of 1/√d."""
+    """∂LN and ∂²LN of L rows; two factors are printed as 1 in place of 1/√d."""
 
     def __init__(self, X: Tensor, second_term: float | None = None, diagonal: float | None = None):
         L, d = X.shape

@@ -1,4 +1,4 @@
-"""Losses of networks that act on each position alone, and through them whole transformer blocks, against autograd."""
+"""Networks that act on each position alone, and whole transformer blocks, against autograd."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROLES = ("query", "key", "value", "output")
 
 
 def whole_block(activation=F.gelu, norm=True, seed=0):
-    """Attention weights, and what is above attention in a transformer block: from F to predictions, from those to a loss."""
+    """Attention weights, the network from F to predictions, and the loss on them."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     X, weights, _ = draw(LENGTH, WIDTH, 2, dv=2, batch=BATCH, d_out=WIDTH, seed=seed)

@@ -1,4 +1,4 @@
-"""The closed spectrum of scalar attention against torch.func in float64, and what an attention sink does to it."""
+"""The spectrum of scalar attention against torch.func, and what a sink does to it."""
 
 import math
 
@@ -146,7 +146,7 @@ def sweep(model, biases, kind):
 
 
 def sink_data(seed, positive=True, first=1.5, s=0.4):
-    """Tokens after a first one that is larger than their mean, targets of zero, and weights with `w_Q·w_K / √d_K = s`."""
+    """A first token larger than the others' mean, zero targets, and `w_Q·w_K / √d_K = s`."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(32, 16, generator=generator, dtype=torch.float64)
     x = x.abs() if positive else x

@@ -1,4 +1,4 @@
-"""The closed-form Hessian of self-attention equals autograd's, in float64, for every pair of weights and every variant."""
+"""The closed-form Hessian of self-attention equals autograd's in float64, in every variant."""
 
 import pytest
 import torch
@@ -194,7 +194,7 @@ def test_one_sequence_without_a_batch_dimension():
 
 
 def test_tokens_far_from_the_origin_keep_their_digits():
-    """With zero queries attention is uniform, wherever the tokens are, and moments do not see the shift."""
+    """With zero queries attention is uniform, and moments do not see a shift of the tokens."""
     X, weights, _ = draw()
     near, far = (
         AttentionMap(x, 0 * weights["query"], weights["key"], weights["value"]).heads[0]
@@ -224,7 +224,7 @@ class TestScores:
 
     @pytest.mark.parametrize("shape", ["paper", "wide keys", "heads"])
     def test_outer_is_what_is_left_when_the_scores_are_linear_in_the_weights(self, shape):
-        """The Gauss-Newton split by autograd: scores linearised at the weights, the rest of the network as it is."""
+        """The Gauss-Newton split by autograd, with scores linearised at the weights."""
         X, weights, target = draw(**SHAPES[shape])
         hessian, plain = make(X, weights, target, False)
         q0, k0 = weights["query"], weights["key"]
@@ -278,7 +278,7 @@ class TestScores:
 
     @pytest.mark.parametrize("t", [0.4, 2.5])
     def test_temperature(self, t):
-        """With weights and attention held, the latter by a mask: 1/t² for the outer part, 1/t for the other."""
+        """At fixed weights and attention: 1/t² for the outer part, 1/t for the other."""
         X, weights, target = draw()
         q, k, v = weights.values()
         cold = SelfAttentionHessian(X, q, k, v, target)
@@ -296,7 +296,7 @@ class TestScores:
 
     @pytest.mark.parametrize("activation", ["softmax", "linear"])
     def test_rank_bound_with_biases(self, activation):
-        """Queries and keys with biases are not linear in the tokens: Lemma D.2 fails, the corrected bound holds."""
+        """With biases, Lemma D.2 fails and the corrected bound holds."""
         X, weights, target = draw(L=30)
         generator = torch.Generator().manual_seed(3)
         biases = {
@@ -349,7 +349,7 @@ class TestErrors:
             (
                 (X, q, k, v, target),
                 {"mask": torch.zeros(4, 4), "activation": "linear"},
-                "Must be of bool",
+                "Must be bool",
             ),
             ((X, q, k, v, target[:, :2]), {}, "Invalid target of shape"),
             (
@@ -369,11 +369,11 @@ class TestErrors:
     def test_roles_and_parts(self):
         X, weights, target = draw()
         hessian = SelfAttentionHessian(X, *weights.values(), target)
-        with pytest.raises(ValueError, match="Invalid role 'output'"):
+        with pytest.raises(ValueError, match="Invalid role='output'"):
             hessian.block("output", "query")
         with pytest.raises(ValueError, match="Invalid part='half'"):
             hessian.block("query", "query", part="half")
-        with pytest.raises(ValueError, match="A factored block has"):
+        with pytest.raises(ValueError, match="Must be one of 'outer', 'functional', 'full'"):
             hessian.factored("query", part="score_outer")
         for head in (-1, 1, True, 0.0):
             with pytest.raises(
@@ -392,7 +392,7 @@ class TestErrors:
     def test_targets_of_cross_entropy(self):
         for targets, message in (
             (torch.zeros(2), "Must be the numbers of the classes"),
-            (torch.tensor([0, -100]), "Positions without one"),
+            (torch.tensor([0, -100]), "positions without one"),
             (torch.tensor([0, 3]), "from 0 to 2"),
             (torch.tensor([0, 1], dtype=torch.int32), "torch.int64"),
         ):
@@ -403,7 +403,7 @@ class TestErrors:
 
 
 def test_weights_that_require_gradients():
-    """Parameters of a model go in as they are, the weight of its head transposed: no graph comes out."""
+    """Parameters of a model go in as they are, and no graph comes out."""
     X, weights, target = draw()
     head = torch.nn.Linear(3, 5, bias=False).double()
     trained = {role: w.clone().requires_grad_() for role, w in weights.items()}

@@ -114,7 +114,7 @@ def test_all_pairs_equal_autograd(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_factored_blocks(case):
-    """Trace, diagonal, Frobenius norm and products of the diagonal blocks, without building them."""
+    """Trace, diagonal, norm and products of the diagonal blocks, without building them."""
     shape, options, kind, batch = CASES[case]
     w = make_weights(**shape)
     hessian = TransformerBlockHessian(draw(*batch, L, D), w, make_loss(kind, batch), **options)
@@ -260,7 +260,7 @@ def test_errors(weights, options, message):
 def test_errors_of_names():
     weights = make_weights()
     hessian = TransformerBlockHessian(draw(L, D), weights, make_loss("mse", ()))
-    with pytest.raises(ValueError, match="Invalid role 'output'"):
+    with pytest.raises(ValueError, match="Invalid role='output'"):
         hessian.block("query", "output")
     with pytest.raises(ValueError, match="Invalid part='all'"):
         hessian.block("query", "query", "all")

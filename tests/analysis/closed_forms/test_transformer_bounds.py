@@ -1,4 +1,4 @@
-"""The bounds hold, each constant in them is attained or derived, and the printed one fails where attention is peaked."""
+"""The bounds hold, their constants are sharp, and a printed one fails for peaked attention."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def test_printed_bound_fails_for_peaked_attention_and_ours_is_attained():
 
 
 def test_printed_bound_holds_for_uniform_attention():
-    """With W_Q = 0 all weights are 1/L and the derivative of a row by its scores has the norm 1/L."""
+    """With W_Q = 0 all weights are 1/L, and so is the norm of a row's derivative."""
     X, weights, target = draw(0)
     weights["query"] = torch.zeros_like(weights["query"])
     hessian = SelfAttentionHessian(X, weights["query"], weights["key"], weights["value"], Y=target)
@@ -161,7 +161,7 @@ def summed(X, w):
 
 
 def unfolded(function, w, row, column):
-    """∂²function/∂row∂column as a matrix of (outputs · n_row) × n_column, and its largest slice for random gradients."""
+    """∂²function/∂row∂column, (outputs · n_row, n_column), and its largest contraction."""
     second = jacrev(jacrev(lambda p: function(w | p)))({role: w[role] for role in (row, column)})[
         row
     ][column]
@@ -212,7 +212,7 @@ def test_first_derivatives_are_attained():
 
 
 def test_second_derivative_is_nearly_attained():
-    """X = (1, -1), W_Q such that each row of attention is where the cumulant is largest: √2 from the bound."""
+    """X = (1, -1), and W_Q where the cumulant is largest: √2 from the bound."""
     p = (1 - 1 / math.sqrt(3)) / 2
     one, X = torch.ones(1, 1).double(), torch.tensor([[1.0], [-1.0]]).double()
     query = 0.5 * math.log((1 - p) / p) * one
@@ -278,7 +278,7 @@ def test_formulas_of_the_table():
 
 
 def test_assembly_of_the_bounds():
-    """c J_Z² |B_i||B_j| and |∂ℓ/∂Z| (J_Z |ξ_ij| + h_Z |B_i||B_j|), with the LayerNorms' norms from their definition."""
+    """c J_Z² |B_i||B_j| and |∂ℓ/∂Z| (J_Z |ξ_ij| + h_Z |B_i||B_j|), from definitions."""
     X, w, target = draw(2)
     norm = Normalization(X + attend(X, w), epsilon=0.0)
     final = Normalization(summed(X, w), epsilon=0.0)

@@ -1,4 +1,4 @@
-"""Theorems 4 and 5 of arXiv 2510.16927 in their own matrices, corrected as `blockopt.analysis.closed_forms.transformer_block` says."""
+"""Theorems 4 and 5 of arXiv 2510.16927, corrected as `transformer_block` says."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def commutation(q: int, n: int) -> Tensor:
 
 
 class Paper:
-    """One head, post-norm, ReLU, ε = 0: what the theorems name, from autograd of the single steps."""
+    """What the theorems name, by autograd of single steps: one head, post-norm, ReLU, ε = 0."""
 
     def __init__(self):
         self.X, self.w = draw(L, D), make_weights()

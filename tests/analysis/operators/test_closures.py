@@ -1,4 +1,4 @@
-"""How the operators treat a model and its closures: no trace, kept graphs, batches of columns, determinism, errors."""
+"""How operators treat a model and its closures: no trace, kept graphs, batches, errors."""
 
 import copy
 from functools import partial
@@ -303,7 +303,8 @@ def test_loss_of_another_model_is_refused():
     x = torch.ones(4, 3)
     with pytest.raises(
         ValueError,
-        match=r"depends on none of the 2 parameters, 'weight' first\. Is it the loss of another model",
+        match=r"depends on none of the 2 parameters, 'weight' first\. "
+        "Is it the loss of another model",
     ):
         HessianOperator(model, lambda: copied(x).square().sum())
 
@@ -325,10 +326,10 @@ def test_a_tensor_for_a_closure():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_layer_norm_of_torch_func():
-    """Why `torch.func.hessian` is no judge here: by the weight of a LayerNorm and its input it is wrong.
+    """Why `torch.func.hessian` is no judge: it is wrong by the weight of a LayerNorm and its input.
 
-    If this fails, torch has mended it: take the warning out of README.md and the docstring of
-    HessianOperator.
+    If this fails, torch has mended it: take the warning out of
+    blockopt/analysis/README.md and the docstring of HessianOperator.
     """
     x, t = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)

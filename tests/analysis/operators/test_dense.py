@@ -1,4 +1,4 @@
-"""Dense matrices of operators against row-by-row autograd, their cross blocks, and refusals before memory is taken."""
+"""Dense matrices against row-by-row autograd, cross blocks, and refusals for lack of memory."""
 
 import sys
 from functools import partial
@@ -42,7 +42,7 @@ def near(found, expected, tolerance=1e-11):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_gpt_equals_torch_func():
-    """`jacfwd` of `grad`: `torch.func.hessian` is wrong for `layer_norm`, see the tests of the operators."""
+    """`jacfwd` of `grad`: `torch.func.hessian` is wrong for `layer_norm`, see test_closures."""
     model, batch = tiny()
     H, G, R = (dense(cls(model, lambda: model(*batch))) for cls in OPERATORS)
     parameters = {name: p.detach() for name, p in model.named_parameters()}

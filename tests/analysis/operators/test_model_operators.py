@@ -1,4 +1,4 @@
-"""Products of the Hessian, Gauss-Newton and functional operators, against torch.func, curvlinops and explicit Jacobians.
+"""Products of the three operators against torch.func, curvlinops and explicit Jacobians.
 
 Judges are `jvp` or `jacfwd` of `torch.func.grad`: `torch.func.hessian`, and with it curvlinops'
 Hessian, differentiate a `jacrev`, which gives wrong second derivatives of `layer_norm` in its
@@ -54,7 +54,7 @@ def assert_near(found, expected, tolerance=1e-9):
 
 
 class Wrapped(nn.Module):
-    """A module whose forward is the closure, so that `functional_call` can exchange the parameters under it."""
+    """A module whose forward is the closure, so that `functional_call` can swap parameters."""
 
     def __init__(self, model, closure):
         super().__init__()
@@ -72,7 +72,7 @@ def functional_loss(model, closure):
 
 
 def hessian_product(model, closure, tangents, forward=True):
-    """{name: H v} by forward over reverse, or reverse over reverse where there is no forward derivative."""
+    """{name: H v} by forward over reverse, or reverse over reverse where that is missing."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     gradient = grad(functional_loss(model, closure))
     with sdpa_kernel(SDPBackend.MATH):
@@ -320,7 +320,7 @@ def test_squared_error_equals_curvlinops():
 
 
 def test_functional_part_keeps_its_digits():
-    """In float32 the difference of H and G would leave rounding where the functional part is zero: the output projection."""
+    """In float32, H - G would leave rounding where the functional part is zero."""
     model = build().float()
     R = FunctionalOperator(model, language_loss(model), names=["layers.0.o_proj.weight"])
     G = GaussNewtonOperator(model, language_loss(model), names=["layers.0.o_proj.weight"])

@@ -47,7 +47,7 @@ def test_enough_probes_are_exact():
 
 
 def test_mean_over_all_probes(monkeypatch):
-    """Blocks a and c sampled, b exact: the mean over every pair of sign vectors is exact, entry by entry."""
+    """Blocks a and c sampled, b exact: the mean over every pair of sign vectors is exact."""
     A, signs = Products(random_symmetric(8)), all_signs(3)
     mean = torch.zeros(3, 3, dtype=torch.float64)
     for first in signs:

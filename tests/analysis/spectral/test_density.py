@@ -1,4 +1,4 @@
-"""Lanczos and its quadrature against dense eigenvalues, exact enumeration of all probes, and closed algebra."""
+"""Lanczos and its quadrature against dense eigenvalues and all possible probes."""
 
 import numpy as np
 import pytest
@@ -258,7 +258,8 @@ def test_errors():
     for bad in (np.eye(3), [[1.0]], None):
         with pytest.raises(
             TypeError,
-            match=rf"Invalid operator of type {type(bad).__name__}. Must be a tensor, or have shape",
+            match=rf"Invalid operator of type {type(bad).__name__}. Must be a tensor, "
+            "or have shape",
         ):
             lanczos(bad, 2)
     with pytest.raises(
@@ -272,7 +273,8 @@ def test_errors():
     for bad in (torch.zeros(4), torch.ones(3), torch.ones(4, 1), torch.full((4,), torch.nan)):
         with pytest.raises(
             ValueError,
-            match=r"Invalid start of shape .* Must be a vector of shape \(4,\) that is finite and not 0",
+            match=r"Invalid start of shape .* Must be a vector of shape \(4,\) "
+            "that is finite and not 0",
         ):
             lanczos(A, 2, start=bad)
     with pytest.raises(ValueError, match=r"Invalid num_probes=0. Must be an integer >= 1"):
@@ -302,6 +304,7 @@ def test_progress(monkeypatch, capsys):
     spectral_density(A)
     with pytest.raises(
         ImportError,
-        match=r"progress=True needs rich. Install it \(`pip install rich`\), or pass progress=False",
+        match=r"progress=True needs rich. Install it \(`pip install rich`\), "
+        "or pass progress=False",
     ):
         spectral_density(A, progress=True)

@@ -17,7 +17,7 @@ KEYS = {"largest magnitude": torch.abs, "largest": torch.clone, "smallest": torc
 
 
 def check(A, values, k, which, *, tolerance=1e-6, dtype=torch.float64):
-    """The k best of `values`, orthonormal vectors, and residuals as small and as large as promised."""
+    """The k best of `values`, orthonormal vectors, and residuals as promised."""
     operator = Products(A.to(dtype))
     found = top_eigenpairs(operator, k, which=which, tolerance=tolerance)
     key, limit = KEYS[which], tolerance * float(values.abs().max())
@@ -67,7 +67,7 @@ def test_with_thick_restarts(name, k, which, dtype):
 
 
 def test_copies_are_found_before_rounding_brings_them():
-    """At this tolerance one Krylov space is done in a few steps, with one copy of each eigenvalue."""
+    """At this tolerance a Krylov space is done in a few steps, with one copy of each value."""
     values = torch.cat(
         [
             torch.tensor([10.0, 10.0, 10.0, 9.0, 8.0, 7.0, 6.0], dtype=torch.float64),

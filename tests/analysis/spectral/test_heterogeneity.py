@@ -1,4 +1,4 @@
-"""Spread of norms, Jensen-Shannon distances against scipy and closed algebra, and the share of negative curvature."""
+"""Spread of norms, Jensen-Shannon distances against scipy, and shares of negative curvature."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_norm_errors():
 
 
 def test_closed_form_of_well_separated_atoms():
-    """Half of one block's eigenvalues are those of the other: D = H(3/4, 1/4) - 1/2 bits, with H the entropy."""
+    """Half of the eigenvalues are shared: D = H(3/4, 1/4) - 1/2 bits, with H the entropy."""
     found = jensen_shannon({"a": torch.zeros(6), "b": torch.tensor([0.0, 1.0, 0.0, 1.0])})
     entropy = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
     assert float(found.matrix[0, 1]) == pytest.approx(math.sqrt(entropy - 0.5), abs=1e-6)
@@ -116,7 +116,7 @@ def test_rounding_does_not_matter(axis):
 
 
 def test_axes_see_different_things():
-    """Two flat blocks a hundredfold apart beside a sharp one: only the symmetric log tells them apart."""
+    """Only the symmetric log tells apart two flat blocks beside a sharp one."""
     spectra = {
         "flat": 1e-5 * normal(50),
         "flatter": 1e-7 * normal(50, seed=1),
@@ -207,7 +207,7 @@ def test_negative_share_of_quadrature():
 
 
 def test_hessian_of_attention():
-    """Each block of one matrix alone has its own spectrum; queries are far flatter than the head."""
+    """Each block of one matrix has its own spectrum; queries are far flatter than the head."""
     H = AttentionHessian()
     dense = H.dense()
     blocks = {name: dense[part][:, part] for name, part in H.parts.items()}

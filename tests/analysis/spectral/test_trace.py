@@ -1,4 +1,4 @@
-"""Trace, squared Frobenius norm and diagonal: no bias over all probes, errors as theory says, and the values of curvlinops."""
+"""Trace, squared norm and diagonal: no bias, errors as in theory, the values of curvlinops."""
 
 import math
 
@@ -26,7 +26,7 @@ def patch_signs(monkeypatch, probes):
 
 
 def test_mean_and_variance_over_all_probes(monkeypatch):
-    """The mean over every vector of signs is exact, and their spread is the one in the docstring."""
+    """The mean over every vector of signs is exact, and their spread that of the docstring."""
     A, probes = random_symmetric(5), all_signs(5)
     exact, off_diagonal = float(A.trace()), float(A.square().sum() - A.diagonal().square().sum())
     values = []
@@ -64,7 +64,7 @@ def test_diagonal_over_all_probes(monkeypatch):
 
 
 def test_hutch_plus_plus_over_all_probes(monkeypatch):
-    """For each sketch, the mean over all probes is exact, and there is no noise on a rank within the sketch."""
+    """For each sketch, the mean over all probes is exact, without noise within its rank."""
     A, probes = random_symmetric(5), all_signs(5)
     for sketch in probes[:3]:
         mean = 0.0

@@ -20,7 +20,6 @@ from blockopt.analysis.operators.model_operators import (
 )
 from recipes import figures
 from recipes.data.addition import EQUALS, IGNORED, PLUS, addition, decode
-from recipes.paper_figures.hessians import moving_average
 from recipes.paper_figures.models import (
     LinearAttentionChain,
     Transformer,
@@ -38,6 +37,7 @@ from recipes.paper_figures.outcome import (
     mean_check,
     sign_check,
 )
+from recipes.paper_figures.vision import moving_average
 from tests.helpers import ROOT
 
 FIGURES = figures.FIGURES

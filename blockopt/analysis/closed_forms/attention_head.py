@@ -1,0 +1,275 @@
+"""One attention head, softmax or linear, and the derivatives of its output by its weights.
+
+A head maps the tokens `x_i` to `F_i = Σ_j A_ij v_j` with `A = softmax(scale · q kᵀ)`, `q = X W_Q`,
+`k = X W_K`, `v = X W_V`. The score of i and j enters through `A_i` alone, so every derivative is an
+average under `A_i` (bars; Cov_i is the covariance):
+
+    ∂F_i / ∂W_Q[a, b] = scale · x_i[a] Cov_i(v, k)[:, b]
+    ∂F_i / ∂W_K[a, b] = scale · Cov_i(v, x)[:, a] q_i[b]
+    ∂F_i / ∂W_V[a, b] = m_i[a] e_b,                        m_i = x̄_i
+
+each the product of a vector, over one index of the weight, and a small matrix, over the other. The
+papers' Kronecker forms (Theorems 3.1 and 3.2 of Ormaniec, Dangel and Singh, ICLR 2025) are sums
+over i of these products. Linear attention, `A = scale · q kᵀ` without softmax, has sums over the
+visible tokens instead of covariances.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROLES = ("query", "query_key", "key", "value", "output")
+SCORE_ROLES = ("query", "query_key", "key")
+
+
+class Factor(NamedTuple):
+    """The Jacobian of one head's output at each position by one weight: a vector times a matrix.
+
+    Attributes:
+        vector: Over the rows or the columns of the weight, (B, L, p).
+        core: Over the other index, (B, L, d, r), where d is the width of the head's output before
+            the output matrix. None is the identity.
+        vector_first: Whether the vector belongs to the rows of the weight.
+        projected: Whether the head's output matrix follows; it does not for that matrix itself.
+    """
+
+    vector: Tensor
+    core: Tensor | None
+    vector_first: bool
+    projected: bool
+
+
+class HeadWeights(NamedTuple):
+    """The weights of one head, as used on the right of the tokens.
+
+    Attributes:
+        query: (d, dk), or the single matrix W_QK, (d, d).
+        key: (d, dk), or None for a single matrix: the keys are the tokens then.
+        value: (d, dv).
+        output: (dv, d_out), or None.
+        biases: What is added to queries, keys and values, each (dk,) or (dv,), or 0.
+    """
+
+    query: Tensor
+    key: Tensor | None
+    value: Tensor
+    output: Tensor | None
+    biases: tuple[Tensor | float, Tensor | float, Tensor | float]
+
+
+class Scoring(NamedTuple):
+    """How scores become attention.
+
+    Attributes:
+        visible: Whether a position sees another, bool, (B, L, L).
+        added: What is added to the scores, (B, L, L), or None.
+        scale: The factor of the scores.
+        softmax: Whether attention is the softmax of the scores, rather than the scores themselves.
+    """
+
+    visible: Tensor
+    added: Tensor | None
+    scale: float
+    softmax: bool
+
+
+class AttentionHead:
+    """One head on a batch of sequences.
+
+    Args:
+        X: Tokens, (B, L, d).
+        weights: The weights of the head.
+        scoring: How scores become attention.
+    """
+
+    def __init__(self, X: Tensor, weights: HeadWeights, scoring: Scoring) -> None:
+        by_query, by_key, by_value = weights.biases
+        self.x, self.query, self.value = (
+            X,
+            X @ weights.query + by_query,
+            X @ weights.value + by_value,
+        )
+        self.key = X if weights.key is None else X @ weights.key + by_key
+        self.W_V, self.W_U = weights.value, weights.output
+        self.visible, added, self.scale, self.softmax = scoring
+        scores = self.scale * self.query @ self.key.mT
+        scores = scores if added is None else scores + added
+        if self.softmax:
+            self.weights = scores.masked_fill(~self.visible, -math.inf).softmax(-1)
+        else:
+            self.weights = scores * self.visible
+        self.first_moment = self.weights @ X
+        # Derivatives of softmax do not see a common shift. Without it, tokens that differ little
+        # from their mean keep their digits.
+        self.features = {"x": X, "key": self.key, "value": self.value}
+        if self.softmax:
+            self.features = {k: f - f.mean(1, keepdim=True) for k, f in self.features.items()}
+        self.means = {name: self.weights @ f for name, f in self.features.items()}
+
+    @property
+    def output(self) -> Tensor:
+        """The output of the head, (B, L, d_out)."""
+        mixed = self.weights @ self.value
+        return mixed if self.W_U is None else mixed @ self.W_U
+
+    def covariance(self, a: str, b: str) -> Tensor:
+        """Return `Cov_i(a, b)` under the attention of each position i, (B, L, p, r).
+
+        It is `Σ_jl a_j (∂A_ij / ∂T_il) b_lᵀ` for scores T, and `Σ_j a_j b_jᵀ` for linear attention.
+
+        Args:
+            a: "x", "key" or "value".
+            b: Another, or the same.
+        """
+        if not self.softmax:
+            return _sum_of_products(self.visible.to(self.x), self.features[a], self.features[b])
+        products = _sum_of_products(self.weights, self.features[a], self.features[b])
+        return products - self.means[a].unsqueeze(-1) * self.means[b].unsqueeze(-2)
+
+    def score_gradient(self, g: Tensor) -> Tensor:
+        """Return `w_ij`, the derivative of `Σ_i g_i · F_i` by each score, (B, L, L).
+
+        Here g is before the output matrix, (B, L, dv).
+        """
+        direct = g @ self.features["value"].mT
+        if not self.softmax:
+            return direct * self.visible
+        return self.weights * (direct - (g * self.means["value"]).sum(-1, keepdim=True))
+
+    def third_moment(self, w: Tensor, a: str, b: str) -> Tensor:
+        """Return `Σ_j w_ij (a_j - ā_i)(b_j - b̄_i)ᵀ`, (B, L, p, r), or 0 for linear attention.
+
+        w is a `score_gradient`.
+        """
+        left, right = self.features[a], self.features[b]
+        if not self.softmax:
+            return w.new_zeros(*w.shape[:2], left.shape[-1], right.shape[-1])
+        # The w_ij of i sum to 0, so there is no product of both means.
+        cross = (w @ left).unsqueeze(-1) * self.means[b].unsqueeze(-2)
+        if a == b:
+            cross = cross + cross.mT
+        else:
+            cross = cross + self.means[a].unsqueeze(-1) * (w @ right).unsqueeze(-2)
+        return _sum_of_products(w, left, right) - cross
+
+    def factor(self, role: str) -> Factor:
+        """Return the Jacobian by one weight."""
+        if role in ("query", "query_key"):
+            return Factor(self.x, self.scale * self.covariance("value", "key"), True, True)
+        if role == "key":
+            return Factor(self.query, self.scale * self.covariance("value", "x"), False, True)
+        if role == "value":
+            return Factor(self.first_moment, None, True, True)
+        return Factor(self.weights @ self.value, None, True, False)
+
+    def functional(
+        self, row: str, column: str, g: Tensor, w: Tensor, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Return `Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights.
+
+        It is zero for one value or output matrix twice.
+
+        Args:
+            row: A role.
+            column: Another, or the same.
+            g: A gradient at the output of the layer, (B, L, d_out).
+            w: `score_gradient` at it.
+            scratch: Memory to use for the result.
+        """
+        if ROLES.index(row) > ROLES.index(column):
+            return self.functional(column, row, g, w, scratch).permute(2, 3, 0, 1)
+        vectors = {"key": self.query, "query": self.x, "query_key": self.x}
+        if column in vectors:
+            left, right = (
+                Factor(vectors[role], None, role != "key", True) for role in (row, column)
+            )
+            block = assemble(left, right, self.functional_matrices(row, column, w), scratch)
+            return block if row == column else add_on_diagonal(block, self.score_mixed(w))
+        if row in vectors:
+            # The other weight multiplies m_i, or the head's output, which move with the scores.
+            moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
+            covariance = self.covariance(moved, "x" if row == "key" else "key")
+            pattern = "nb,ne,nca" if row == "key" else "na,ne,ncb"
+            return _sum(pattern, vectors[row], other, self.scale * covariance, scratch)
+        rows, columns = (
+            self.W_V.shape if role == "value" else (self.W_V.shape[1], g.shape[-1])
+            for role in (row, column)
+        )
+        block = g.new_zeros(*rows, *columns)
+        if row != column:  # F is linear in the value and in the output matrix, and in their product
+            mixed = torch.einsum("bla,ble->ae", self.first_moment, g)
+            block.diagonal(dim1=1, dim2=2).add_(mixed.unsqueeze(-1))
+        return block
+
+    def functional_matrices(self, row: str, column: str, w: Tensor) -> Tensor:
+        """Return what the second derivative of softmax adds to `C_iᵀ Λ_i C_i`, (B, L, r, s)."""
+        left, right = ("x" if role == "key" else "key" for role in (row, column))
+        return self.scale**2 * self.third_moment(w, left, right)
+
+    def before_output(self, g: Tensor) -> Tensor:
+        """Return a gradient at the output of the layer, taken back before the output matrix."""
+        return g if self.W_U is None else g @ self.W_U.mT
+
+    def score_mixed(self, w: Tensor) -> Tensor:
+        """Return `scale · Σ_ij w_ij x_i x_jᵀ`, (d, d), between queries and keys.
+
+        The functional query-key block has it because the scores hold the product `W_Q W_Kᵀ`.
+        """
+        return self.scale * torch.einsum("bia,bij,bjc->ac", self.x, w, self.x)
+
+
+def outer_matrices(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
+    """Return `core_leftᵀ Λ_i core_right`, (B, L, r, s), for Λ (B, L, d_left, d_right)."""
+    middle = curvature if left.core is None else left.core.mT @ curvature
+    return middle if right.core is None else middle @ right.core
+
+
+def assemble(
+    left: Factor, right: Factor, matrices: Tensor, scratch: Tensor | None = None
+) -> Tensor:
+    """Sum over positions both vectors times a matrix, by the entries of both weights."""
+    rows, columns = "ab" if left.vector_first else "ba", "ce" if right.vector_first else "ec"
+    pattern = f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}"
+    return _sum(pattern, left.vector, right.vector, matrices, scratch)
+
+
+def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
+    """Add `matrix[a, c]` where b = e to a block (a, b, c, e): `matrix ⊗ I`."""
+    block.diagonal(dim1=1, dim2=3).add_(matrix.unsqueeze(-1))
+    return block
+
+
+def _sum(
+    pattern: str, left: Tensor, right: Tensor, matrices: Tensor, scratch: Tensor | None
+) -> Tensor:
+    """Return the einsum `pattern` over all positions n to abce, as a view of a matrix product.
+
+    The operand that holds the last index e comes second, so that it stays contiguous: results are
+    large, and moving them is most of the work. For the same reason they go to `scratch` if there is
+    one: fresh memory costs more than the product.
+    """
+    i, j, k = pattern.replace("n", "").split(",")
+    left, right = left.flatten(0, 1), right.flatten(0, 1)
+    if matrices.stride()[:2] == (0, 0):  # one matrix for all positions
+        vectors, matrices = (left.mT @ right).flatten().unsqueeze(0), matrices[0, :1]
+    else:
+        vectors = (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(1)
+        matrices = matrices.flatten(0, 1)
+    sizes = dict(zip(i + j + k, (left.shape[1], right.shape[1], *matrices.shape[1:])))
+    first, second = (vectors, matrices.flatten(1)) if "e" in k else (matrices.flatten(1), vectors)
+    order = i + j + k if "e" in k else k + i + j
+    shape = first.shape[1], second.shape[1]
+    out = None if scratch is None else scratch[: shape[0] * shape[1]].view(shape)
+    product = torch.mm(first.mT, second, out=out).view([sizes[index] for index in order])
+    return product.permute([order.index(index) for index in "abce"])
+
+
+def _sum_of_products(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `Σ_j w_ij a_j b_jᵀ`, (B, L, p, r)."""
+    products = (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
+    sums: Tensor = (w @ products).unflatten(-1, (a.shape[-1], b.shape[-1]))
+    return sums

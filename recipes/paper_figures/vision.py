@@ -1,0 +1,201 @@
+"""Figures of the second paper, Petrov et al.: a post-norm vision block on synthetic images."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockopt.analysis.closed_forms.growth import fit_exponent
+from blockopt.analysis.operators.dense import dense
+from blockopt.analysis.operators.model_operators import HessianOperator
+from blockopt.analysis.plots import (
+    block_mass_heatmap,
+    hessian_heatmap,
+    loss_difference_bars,
+    role_color,
+)
+from blockopt.analysis.spectral.block_mass import block_mass
+from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
+from recipes.paper_figures.models import PatchTransformer, synthetic_images
+from recipes.paper_figures.outcome import Check, Outcome, Run, mean_check, panels, sign_check
+
+ATTENTION = ("query", "key", "value", "output")
+WEIGHTS = (*ATTENTION, "mlp_in", "mlp_out")
+
+
+class Trained:
+    """A small post-norm vision transformer, with its weights before and after training."""
+
+    def __init__(self, run: Run, seed: int, pixel: float = 0.31) -> None:
+        number = 32 * run.effort.samples
+        self.images, self.labels = synthetic_images(number, pixel=pixel, seed=seed)
+        self.unseen, self.unseen_labels = synthetic_images(number, pixel=pixel, seed=seed + 1000)
+        self.model = PatchTransformer(16, self.images.shape[1], run.effort.small, 10, seed=seed)
+        self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(run.effort.steps):
+            rows = torch.randint(number, (128,), generator=generator)
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(self.images[rows]), self.labels[rows]).backward()
+            optimizer.step()
+        self.after = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        with torch.no_grad():
+            right = self.model(self.unseen).argmax(-1) == self.unseen_labels
+            self.accuracy = float(right.double().mean())
+
+    def loss(self) -> Tensor:
+        """Return the loss on one batch of 128 images."""
+        return F.cross_entropy(self.model(self.images[:128]), self.labels[:128])
+
+    def hessian(self, roles: Sequence[str]) -> Tensor:
+        """Return the dense Hessian of some weights of the layer."""
+        names = [f"layer.{role}" for role in roles]
+        return dense(HessianOperator(self.model, self.loss, names=names, check_deterministic=False))
+
+
+def figure_gap_heatmap(run: Run) -> Outcome:
+    """The second paper's heat maps: the Hessian of a post-norm block before and after training.
+
+    The paper does not say how its pixels are scaled, and the blocks grow with different powers of
+    that scale: hence two.
+    """
+    number = run.effort.repeats
+    step = run.steps("Heat maps", 4 * number)
+    title = "A post-norm vision block on synthetic images (pixels of deviation 0.31)"
+    figure, axes = panels(2, 2, 5.4, 4.4, title=title)
+    whens, scales, size = ("at initialisation", "after training"), (0.31, 1.0), run.effort.small**2
+    parts = dict(zip(ATTENTION, torch.arange(3 * size).split(size)))
+    excess: dict[tuple[float, str], list[float]] = {
+        key: [] for key in itertools.product(scales, whens)
+    }
+    accuracies = []
+    for scale, seed in itertools.product(scales, range(number)):
+        trained = Trained(run, seed, scale)
+        accuracies.append(trained.accuracy)
+        for row, (when, weights) in enumerate(zip(whens, (trained.before, trained.after))):
+            trained.model.load_state_dict(weights)
+            matrix = trained.hessian(ATTENTION[:3])
+            mean = {role: float(matrix[p][:, p].abs().mean()) for role, p in parts.items()}
+            excess[scale, when].append(math.log10(mean["value"] / max(mean["query"], mean["key"])))
+            if seed == 0 and scale == scales[0]:
+                sizes, title = dict.fromkeys(parts, size), f"Post-norm block {when}"
+                hessian_heatmap(matrix, sizes, title=title, ax=axes[2 * row])
+                mass, title = block_mass(matrix, parts), f"{when.capitalize()}: share of ‖H‖², %"
+                block_mass_heatmap(mass.labels, mass.matrix, title=title, ax=axes[2 * row + 1])
+            step()
+    checks = []
+    for (scale, when), values in excess.items():
+        what = f"pixels of deviation {scale}, {when}"
+        what += ": decades from the larger of query, key to value, mean |entry|"
+        checks.append(sign_check(what, "> 0: value-value is largest", values, 1))
+    predicted = "over 0.5, as the paper trains to"
+    accuracy = mean_check("accuracy on other images", predicted, accuracies, low=0.5)
+    checks.append(replace(accuracy, ours=True))
+    model = f"d = {run.effort.small}, 9 patches, 10 classes"
+    setting = f"{model}, {run.effort.steps} steps, 128 images, {number} repeats"
+    return Outcome("Heat maps of a post-norm block", setting, checks, figure)
+
+
+def figure_gap_norms(run: Run) -> Outcome:
+    """The second paper's norms: parameters and Hessian blocks by role, on 128 images."""
+    number = run.effort.repeats
+    step = run.steps("Norms by role", number)
+    parameters, curvatures = [], []
+    for seed in range(number):
+        trained = Trained(run, seed)
+        weights = [trained.model.get_parameter(f"layer.{role}").detach() for role in ATTENTION]
+        parameters.append([float(weight.norm()) for weight in weights])
+        curvatures.append([float(trained.hessian([role]).norm()) for role in ATTENTION])
+        step()
+    title = "A post-norm vision block on synthetic images: norms by role"
+    figure, axes = panels(1, 2, 4.6, 3.4, title=title)
+    colors, shown = [role_color(role) for role in ATTENTION], ("the weight", "its Hessian")
+    for ax, values, name in zip(axes, (parameters, curvatures), shown):
+        table = torch.tensor(values, dtype=torch.float64)
+        error = (table.std(0) / math.sqrt(number)).tolist() if number > 1 else None
+        ax.bar(ATTENTION, table.mean(0).tolist(), yerr=error, capsize=3, color=colors)
+        ax.set_title(f"Frobenius norm of {name}, after training", fontsize=10)
+    checks = []
+    for what, values in (("weights", parameters), ("Hessian blocks", curvatures)):
+        for role, index in (("key", 1), ("value", 2)):
+            decades = [math.log10(row[index] / max(row[0], row[3])) for row in values]
+            moved = f"{what}: decades from query and output to {role}"
+            checks.append(sign_check(moved, "> 0: keys and values dominate", decades, 1))
+    model = f"d = {run.effort.small}, {run.effort.steps} steps"
+    setting = f"{model}, one batch of 128 images, {number} repeats"
+    return Outcome("Norms of weights and Hessian blocks", setting, checks, figure)
+
+
+def moving_average(values: Tensor, decay: float) -> Tensor:
+    """Return the exponential moving average, with weights that sum to 1 from the start."""
+    found, total, weight = [], 0.0, 0.0
+    for value in values.tolist():
+        total, weight = decay * total + (1 - decay) * value, decay * weight + 1 - decay
+        found.append(total / weight)
+    return torch.tensor(found, dtype=values.dtype)
+
+
+def figure_loss_difference(run: Run) -> Outcome:
+    """|L_{k+1} - L_k| as samples are added, and its bound 1/k; what a step does to the loss."""
+    trained = Trained(run, 0)
+    orders = max(2, run.effort.repeats)
+    step = run.steps("Loss differences", orders)
+    with torch.no_grad():
+        logits = trained.model(trained.unseen)
+        losses = F.cross_entropy(logits, trained.unseen_labels, reduction="none")
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(orders):
+        rows.append(losses[torch.randperm(len(losses), generator=generator)])
+        step()
+    differences = sample_differences(torch.stack(rows)).abs()
+    sizes = torch.arange(1, len(losses))
+    bound = sample_bound(sizes, float(losses.max()))
+    average = moving_average(differences[0], 0.95)
+    rate = sample_rate(differences)
+    start = min(100, len(average) // 2)  # a few times the memory of the average
+    smooth = fit_exponent(sizes[start:] + 1.0, average[start:])
+    title = "Loss differences of a trained post-norm vision block, synthetic images"
+    figure, axes = panels(1, 2, 5.4, 3.8, title=title)
+    ax, k = axes[0], sizes.tolist()
+    dots = {"markersize": 2, "color": "#bbbbbb", "label": "one order of the samples"}
+    ax.plot(k, differences[0].tolist(), ".", **dots)
+    label = f"its moving average: k^{smooth.value:.2f}"
+    ax.plot(k, average.tolist(), color=role_color("query"), label=label)
+    line = math.exp(rate.intercept) * (sizes + 1.0) ** rate.value
+    label = f"mean of {orders} orders: k^{rate.value:.2f}"
+    ax.plot(k, line.tolist(), "--", color=role_color("value"), label=label)
+    ax.plot(k, bound.tolist(), ":", color="black", label="bound, largest loss / (k + 1)")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=float(average.min()) / 30)
+    ax.set_xlabel("k, samples")
+    ax.set_ylabel("|L(k+1) - L(k)|")
+    ax.set_title("What one more sample does to the mean loss", fontsize=10)
+    ax.legend(fontsize=7)
+    gradients = torch.autograd.grad(trained.loss(), list(trained.model.parameters()))
+    names = [name for name, _ in trained.model.named_parameters()]
+    update = {n: -0.1 * g for n, g in zip(names, gradients) if n.split(".")[-1] in WEIGHTS}
+    found = loss_difference(trained.model, trained.loss, update)
+    names = tuple(label.parameter.rpartition(".")[2] for label in found.labels)
+    found = replace(found, labels=names)
+    loss_difference_bars(found, title="What a gradient step (lr 0.1) does to the loss", ax=axes[1])
+    above = float((differences > bound).double().mean())
+    ratio, what = found.second_order / found.actual, "second order of the step's difference"
+    mean = f"power of k, mean of {orders} orders"
+    checks = [
+        Check(mean, "-1", rate.value, -1.1, -0.9, rate.standard_error),
+        Check("power of k, moving average of one order", "-1", smooth.value, -1.25, -0.75),
+        Check("share of differences above the bound", "0", above, 0.0, 0.0, ours=True),
+        Check(f"{what} over the actual one", "1, to second order", ratio, 0.9, 1.1, ours=True),
+    ]
+    model = f"d = {run.effort.small}, {run.effort.steps} steps"
+    setting = f"{model}, {len(losses)} other images, accuracy {trained.accuracy:.2f}"
+    return Outcome("Loss differences", setting, checks, figure)
