@@ -25,7 +25,7 @@ from rich.table import Table
 
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
-from recipes.paper_figures import growth, hessians
+from recipes.paper_figures import growth, hessians, vision
 from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
 FIGURES: dict[str, Callable[[Run], Outcome]] = {
@@ -38,9 +38,9 @@ FIGURES: dict[str, Callable[[Run], Outcome]] = {
     "7": growth.figure_7,
     "8": growth.figure_8,
     "sink": hessians.figure_sink,
-    "curvature-gap-heatmap": hessians.figure_gap_heatmap,
-    "curvature-gap-norms": hessians.figure_gap_norms,
-    "loss-difference": hessians.figure_loss_difference,
+    "curvature-gap-heatmap": vision.figure_gap_heatmap,
+    "curvature-gap-norms": vision.figure_gap_norms,
+    "loss-difference": vision.figure_loss_difference,
 }
 EFFORTS = {"full": FULL, "quick": QUICK, "tiny": TINY}
 
