@@ -48,8 +48,7 @@ def hutchinson(
     gradient, and the result is multiplied by the square of that. This keeps the mean, and flat
     blocks get several times less noise, at the cost of a little more in sharp ones.
 
-    Attention runs on the math kernel, the only one with second derivatives, and compiled models run
-    eagerly.
+    Attention runs on the math kernel, and compiled models run eagerly.
 
     Args:
         model: Any module with whole parameters (not FSDP2).

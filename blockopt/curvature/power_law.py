@@ -31,20 +31,12 @@ EXPONENTS = {
 
 
 class _RoleWeights(NamedTuple):
-    """The blocks of one role in one parameter.
+    """The blocks of one role in one parameter."""
 
-    Attributes:
-        name: The name of the parameter.
-        mask: Which of its blocks have the role.
-        gains: The squared norm of each block over the width of its head; for an MLP that of all
-            blocks over the number of hidden units.
-        width: The width of all heads, or the number of hidden units.
-    """
-
-    name: str
-    mask: Tensor
-    gains: Tensor
-    width: float
+    name: str  # of the parameter
+    mask: Tensor  # which of its blocks have the role
+    gains: Tensor  # w of each block; the rows of an MLP share one
+    width: float  # of all heads, or the number of hidden units
 
 
 Layer = dict[str, _RoleWeights]
@@ -121,11 +113,8 @@ def _sublayers(
     They are those of the smallest module around it that holds all its partners, or else of the
     largest module that holds no other query or MLP input.
     """
-    roles = {
-        name: set(b.roles) & EXPONENTS.keys()
-        for name, b in blocks.items()
-        if parameters[name].ndim > 1
-    }
+    matrices = {name: b for name, b in blocks.items() if parameters[name].ndim > 1}
+    roles = {name: set(b.roles) & EXPONENTS.keys() for name, b in matrices.items()}
     layers = []
     for start, partners in (("query", {"key", "value", "output"}), ("mlp_in", {"mlp_out"})):
         for name in (n for n, found in roles.items() if start in found):
@@ -213,11 +202,8 @@ def _input_scale(
 ) -> float:
     """Return the root mean square of the layer's norm weights, or of the embedding, or 1."""
     layer = blocks[name].layer
-    norms = [
-        n
-        for n, b in blocks.items()
-        if b.roles == ("norm",) and b.layer == layer and n.endswith("weight")
-    ]
+    norms = [n for n, b in blocks.items() if b.roles == ("norm",) and b.layer == layer]
+    norms = [n for n in norms if n.endswith("weight")]
     found = norms or [n for n, b in blocks.items() if b.roles == ("embedding",)]
     squares = sum(float(block_dots(parameters[n], parameters[n], blocks[n]).sum()) for n in found)
     return math.sqrt(squares / sum(parameters[n].numel() for n in found)) if found else 1.0

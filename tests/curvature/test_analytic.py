@@ -9,11 +9,8 @@ from torch.overrides import TorchFunctionMode
 from blockopt import Blocks, Split, find_blocks
 from blockopt.blocks import block_numel
 from blockopt.curvature import analytic
-from blockopt.curvature.analytic.independence import find_independence
-from blockopt.curvature.analytic.layer_calls import (
-    capture_layers,
-    drop_parameters_used_elsewhere,
-)
+from blockopt.curvature.analytic.layer_calls import capture_layers, drop_parameters_used_elsewhere
+from blockopt.curvature.analytic.sequence_gradients import find_independence
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
 from tests.helpers.dense_hessians import (

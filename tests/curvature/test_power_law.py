@@ -8,13 +8,7 @@ from blockopt import find_blocks
 from blockopt.blocks import block_numel
 from blockopt.curvature import power_law
 from blockopt.curvature.power_law import EXPONENTS
-from tests.helpers.attention_layouts import (
-    contiguous,
-    conv1d,
-    interleaved,
-    random_values,
-    separate,
-)
+from tests.helpers.attention_layouts import contiguous, conv1d, interleaved, random_values, separate
 from tests.helpers.dense_hessians import build
 from tests.helpers.models import FAMILIES
 

@@ -315,11 +315,7 @@ EXPECTED = {
     ),
     "attention-bias-kv": torch_attention(
         "attention",
-        {
-            "in_proj_weight": fused(),
-            "bias_k": cut(2, bias=(16, 4)),
-            "bias_v": cut(2, bias=(16, 4)),
-        },
+        {"in_proj_weight": fused(), "bias_k": cut(2, bias=(16, 4)), "bias_v": cut(2, bias=(16, 4))},
     ),
     "encoder_layer": {
         **torch_attention("self_attn", {"in_proj_weight": fused()}),

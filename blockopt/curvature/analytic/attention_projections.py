@@ -51,12 +51,7 @@ class Projection:
         self.layer, self._split = layer, blocks.split
 
     def heads(self, y: Tensor, width: int) -> Tensor:
-        """Return the heads of this role, (B, heads, S, width).
-
-        Args:
-            y: The output of the layer or a gradient at it, (B, S, outputs).
-            width: The width of a head.
-        """
+        """Return this role's heads of an output, or of a gradient there: (B, heads, S, width)."""
         split = self._split
         if split is not None:
             y = y[..., self._mask[expand_along(torch.arange(split.num_blocks), split)].to(y.device)]
@@ -125,8 +120,7 @@ class AttentionProjections:
     def _compare(self, role: str) -> tuple[Literal["plain", "rotated", "other"], float]:
         """Return how what attention was given differs from the projection's output, and a factor.
 
-        OPT multiplies its queries by the scale of the scores before attention, and RoPE rotates
-        queries and keys.
+        OPT multiplies its queries by the scale of the scores, and RoPE rotates queries and keys.
         """
         layer, given = self._projections[role].layer, getattr(self.call, role)[:1].detach()
         if layer is None:
@@ -177,7 +171,7 @@ class AttentionProjections:
         Args:
             traces: `{parameter name: one per block}`.
             g: The gradient of the loss at the attention output.
-            num_probes: How many random vectors to use for rotated keys, None for a basis.
+            num_probes: How many random vectors to draw for rotated keys, None for a basis.
             generator: Draws them.
         """
         query, key = self._projections.get("query"), self._projections.get("key")
@@ -196,19 +190,11 @@ class AttentionProjections:
                 traces[name][mask] += _by_block(per_head, mask).to(traces[name])
 
     def take_outer(
-        self,
-        gradients: dict[str, list[LayerGradient]],
-        delta: Tensor,
-        blocks: Mapping[str, Blocks],
+        self, gradients: dict[str, list[LayerGradient]], delta: Tensor, blocks: Mapping[str, Blocks]
     ) -> dict[str, Tensor]:
-        """Return what one factor of Λ adds to the outer part of the projections.
+        """Return what one factor of Λ adds to the projections, and take them out of `gradients`.
 
-        This holds where nothing above the call mixes positions.
-
-        Args:
-            gradients: Of all layers; those of the projections are taken out.
-            delta: The factor at the attention output.
-            blocks: The blocks of the model.
+        This holds where nothing above the call mixes positions. `delta` is the factor there.
         """
         delta = delta.to(self._tensors.weights.dtype)
         inputs: dict[str, list[tuple[str, Tensor, Tensor]]] = {}

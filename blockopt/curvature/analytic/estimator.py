@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature.analytic.attention_projections import AttentionProjections
-from blockopt.curvature.analytic.independence import find_independence
 from blockopt.curvature.analytic.layer_calls import (
     LayerCall,
     capture_layers,
@@ -31,6 +30,7 @@ from blockopt.curvature.analytic.layer_calls import (
 )
 from blockopt.curvature.analytic.sequence_gradients import (
     LayerGradient,
+    find_independence,
     layer_gradients,
     squared_sums,
 )
@@ -175,11 +175,7 @@ def _add_outer(
 
 
 def _by_position(gradients: list[LayerGradient], attention_calls: int) -> list[LayerGradient]:
-    """Take the positions apart where they are independent.
-
-    That is so above all attention, if one prediction depends on one position, and the weight must
-    have no other use.
-    """
+    """Take the positions of a layer above all attention apart, if they are independent."""
     layer = gradients[0].layer
     alone = len(gradients) == 1 and layer.attention_calls == attention_calls
     return [gradients[0].by_position()] if alone and layer.local else gradients

@@ -66,12 +66,7 @@ class LayerCall(NamedTuple):
 def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator[list[LayerCall]]:
     """Record the calls of linear maps, embeddings and norms that have trainable parameters.
 
-    Args:
-        model: Any module.
-        attention: The list that `capture_attention` fills at the same time.
-
-    Yields:
-        A list that is filled when the context is left.
+    The list is filled when the context is left; `capture_attention` fills `attention` meanwhile.
     """
     names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     seen: list[tuple[nn.Module, LayerCall]] = []
@@ -120,12 +115,9 @@ def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator
         x = _weight_derivative(module, call.x) if call.kind == "norm" else call.x
         if x is None or (call.kind == "linear" and not _is_linear(module, x, call.y)):
             continue
-        if call.kind == "embedding":
-            x = to_sequences(x.unsqueeze(-1)).squeeze(-1)
-        else:
-            x = to_sequences(_wide(x))
-        y = to_sequences(call.y)
-        calls.append(call._replace(x=x, y=y, to_sequences=to_sequences))
+        tokens = call.kind == "embedding"
+        x = to_sequences(x.unsqueeze(-1)).squeeze(-1) if tokens else to_sequences(_wide(x))
+        calls.append(call._replace(x=x, y=to_sequences(call.y), to_sequences=to_sequences))
 
 
 def _num_sequences(attention: list[AttentionCall], layers: list[LayerCall]) -> int:
@@ -166,13 +158,10 @@ def _is_linear(module: nn.Module, x: Tensor, y: Tensor) -> bool:
 def _weight_derivative(norm: nn.Module, x: Tensor) -> Tensor | None:
     """Return the derivative of a norm's output by its weight `w`, which may act as `w` or `1 + w`.
 
-    The result is None unless the output is affine in the weight along the last dimension: some
-    norms have their channels elsewhere.
+    It is None unless the output is affine in the weight along the last dimension.
     """
     x = _wide(x)
-    own = {
-        name: torch.zeros_like(p, dtype=x.dtype) for name, p in norm.named_parameters(recurse=False)
-    }
+    own = {n: torch.zeros_like(p, dtype=x.dtype) for n, p in norm.named_parameters(recurse=False)}
     if "weight" not in own:  # it is computed from others
         return None
     ramp = torch.linspace(1, 2, len(own["weight"]), dtype=x.dtype, device=x.device)
@@ -191,10 +180,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _to_sequences(x: Tensor, number: int, sequence_first: bool) -> Tensor:
-    """Reshape (…, D) to (S, T, D), with S = `number` if the dimensions allow it.
-
-    Otherwise all rows are one sequence, which is noisier, not wrong.
-    """
+    """Reshape (…, D) to (S, T, D), with S = `number` if the dimensions allow it, or else 1."""
     lead = x.shape[:-1]
     if len(lead) == 2 and lead[1] == number and (sequence_first or lead[0] != number):
         return x.transpose(0, 1)
@@ -206,10 +192,7 @@ def _to_sequences(x: Tensor, number: int, sequence_first: bool) -> Tensor:
 def drop_parameters_used_elsewhere(
     calls: list[LayerCall], predictions: list[Tensor], names: Mapping[Any, str]
 ) -> list[LayerCall]:
-    """Take those parameters out of the calls that predictions also reach by another way.
-
-    An example is a head that is tied to the embedding by hand.
-    """
+    """Drop parameters that are also used elsewhere, such as a head tied by hand, from the calls."""
     inside = {call.edge.node: call.source for call in calls}
     nodes = [p.grad_fn for p in predictions]
     visited: set[Node] = set()
@@ -225,10 +208,10 @@ def drop_parameters_used_elsewhere(
         else:
             nodes += [following for following, _ in node.next_functions]
 
-    def unless_elsewhere(name: str | None) -> str | None:
-        return None if name in elsewhere else name
-
     return [
-        call._replace(weight=unless_elsewhere(call.weight), bias=unless_elsewhere(call.bias))
+        call._replace(
+            weight=None if call.weight in elsewhere else call.weight,
+            bias=None if call.bias in elsewhere else call.bias,
+        )
         for call in calls
     ]

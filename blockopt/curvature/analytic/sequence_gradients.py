@@ -4,6 +4,10 @@ For `y = W x` the gradient of one sequence is `Σ_t d_t x_tᵀ`, with `d` the gr
 sampled independently make the gradients of different sequences independent, so the sum over
 sequences of the squared gradients estimates the Gauss-Newton trace without the noise that the
 products between sequences would add. It needs no weight gradient, only `x` and `d`.
+
+Labels couple all that one row of predictions depends on: usually one sequence, but all of them
+under a contrastive loss, and above the last attention usually one position, but not if positions
+are pooled. `find_independence` tries this on the last row of each prediction.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from blockopt.blocks import Split, block_sum, block_sum_along
 from blockopt.curvature.analytic.layer_calls import LayerCall
+from blockopt.measure.loss_curvature import LossCurvature
 
 
 class LayerGradient(NamedTuple):
@@ -133,3 +138,38 @@ def _dense_gradients(gradients: list[LayerGradient]) -> Iterator[Tensor]:
             else:
                 total = total + (x_one.mT @ d_one if layer.input_first else d_one.mT @ x_one)
         yield total
+
+
+def find_independence(
+    curvature: LossCurvature, layers: list[LayerCall], attention_output: Tensor | None
+) -> tuple[list[LayerCall], bool]:
+    """Find out which sequences and positions have independent gradients.
+
+    Args:
+        curvature: Has the predictions.
+        layers: The captured calls.
+        attention_output: The output of the last attention, (B, H, T, dv), if there is any.
+
+    Returns:
+        The calls, joined into one sequence where sequences are not independent and with `local`
+        set, and whether the attention output is independent from position to position.
+    """
+    outputs = [] if attention_output is None else [attention_output]
+    inputs: list[Any] = [*(layer.edge for layer in layers), *outputs]
+    local = bool(outputs)
+    for vector in curvature.last_rows() if inputs else ():
+        gradients = torch.autograd.grad(
+            curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
+        )
+        layers = [_join_dependent(layer, d) for layer, d in zip(layers, gradients)]
+        for gradient in gradients[len(layers) :]:
+            positions = 0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())
+            local = local and positions <= 1
+    return layers, local
+
+
+def _join_dependent(layer: LayerCall, d: Tensor | None) -> LayerCall:
+    """Join the sequences of a call if one row of predictions depends on several."""
+    reached = torch.zeros(1, 1) if d is None else layer.to_sequences(d).ne(0).any(-1)  # (S, T)
+    joined = layer if int(reached.any(1).sum()) <= 1 else layer.as_one_sequence()
+    return joined._replace(local=layer.local and int(reached.sum()) <= 1)
