@@ -1,5 +1,7 @@
 """Models as they are trained: compiled, DDP, mixed precision, checkpointed, frozen or tied."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -151,6 +153,14 @@ def test_checkpointed(name):
     assert_same(checkpointed, plain)
 
 
+@functools.cache
+def nothing_frozen():
+    model = build(layers=2)
+    loss = language_loss(model)
+    outer, full = (analytic(model, loss, part=part, num_probes=None) for part in ("outer", "full"))
+    return outer, full, hessian_means(model, loss)
+
+
 @pytest.mark.parametrize(
     "pattern", ["embedding", "q_proj", "k_proj", "v_proj", "layers.1", "bias", "weight"]
 )
@@ -158,8 +168,7 @@ def test_frozen_parameters(pattern):
     """The other values stay as they were: nothing depends on gradients of frozen parameters."""
     model = build(layers=2)
     loss = language_loss(model)
-    outer, full = (analytic(model, loss, part=part, num_probes=None) for part in ("outer", "full"))
-    whole = hessian_means(model, loss)
+    outer, full, whole = nothing_frozen()
     for n, p in model.named_parameters():
         p.requires_grad_(pattern not in n)
     left = trainable(model)
