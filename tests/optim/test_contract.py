@@ -231,73 +231,6 @@ def test_groups_hold_plain_data_only(make):
         assert all(plain(value) for value in group.values()), group
 
 
-def test_sparse_gradient_is_refused(make):
-    model = nn.Embedding(5, 4, sparse=True)
-    model(torch.tensor([1])).sum().backward()
-    optimizer = make(blockopt.param_groups(model))
-    with pytest.raises(ValueError, match=r"'weight' is sparse.*sparse=False"):
-        optimizer.step()
-
-
-def test_complex_parameter_is_refused(make):
-    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    weight.abs().sum().backward()
-    optimizer = make([{"params": [("weight", weight)], "blocks": [(("other",), None, None)]}])
-    with pytest.raises(ValueError, match="complex64"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0, torch.tensor([1.0, 2.0])])
-def test_bad_learning_rate_is_refused(make, lr):
-    with pytest.raises(ValueError, match="Invalid lr"):
-        make(blockopt.param_groups(tiny_gpt()), lr=lr)
-
-
-def test_learning_rate_ruined_by_a_schedule_is_refused(make):
-    model, untouched = tiny_gpt(), tiny_gpt()
-    optimizer = make(blockopt.param_groups(model))
-    optimizer.param_groups[0]["lr"] = math.nan
-    set_gradients(model, random_gradients(model, 0))
-    with pytest.raises(ValueError, match="Invalid lr=nan"):
-        optimizer.step()
-    assert_same_weights(model, untouched)
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "match"),
-    [
-        (
-            blockopt.BlockAdamW,
-            {"betas": (1.0, 0.9)},
-            r"Invalid betas\[0\]=1.0. Must be in \[0, 1.0\)",
-        ),
-        (blockopt.BlockAdamW, {"betas": (0.9, math.nan)}, r"Invalid betas\[1\]=nan"),
-        (blockopt.BlockAdamW, {"eps": -1.0}, "Invalid eps"),
-        (blockopt.BlockAdamW, {"weight_decay": math.inf}, "Invalid weight_decay"),
-        (
-            blockopt.BlockAdamW,
-            {"second_moment": "row"},
-            "Invalid second_moment='row'. Must be one of 'coordinate', 'block'",
-        ),
-        (blockopt.BlockAdamW, {"nonfinite": "ignore"}, "Invalid nonfinite='ignore'"),
-        (blockopt.BlockSGD, {"momentum": 1.5}, "Invalid momentum"),
-        (blockopt.BlockSGD, {"weight_decay": -0.1}, "Invalid weight_decay"),
-        (blockopt.BlockMuon, {"momentum": -0.5}, "Invalid momentum"),
-        (blockopt.BlockMuon, {"iterations": 0}, "Invalid iterations"),
-    ],
-)
-def test_bad_hyperparameter_is_refused(build, options, match):
-    with pytest.raises(ValueError, match=match):
-        build(blockopt.param_groups(tiny_gpt()), **options)
-
-
-def test_block_options_need_blocks():
-    with pytest.raises(ValueError, match="param_groups"):
-        blockopt.BlockAdamW(tiny_gpt().parameters(), second_moment="block")
-    with pytest.raises(ValueError, match="param_groups"):
-        blockopt.BlockMuon(tiny_gpt().parameters())
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["wte.weight", "h.1.attn.c_attn.weight", "ln_f.bias"])
 def test_nonfinite_gradient_changes_nothing(make, place, value):
@@ -327,85 +260,6 @@ def test_nonfinite_gradient_changes_nothing(make, place, value):
     train(twin, b, range(2, 4))
     assert_same_weights(model, clean)
     assert_same_weights(twin, clean)
-
-
-def test_scale_zero_freezes_a_head_and_one_changes_nothing(make):
-    model, plain = tiny_gpt(), tiny_gpt()
-    a, b = (
-        make(blockopt.param_groups(model, weight_decay=0.0)),
-        make(blockopt.param_groups(plain, weight_decay=0.0)),
-    )
-    name = "h.0.attn.c_attn.weight"
-    scale = torch.ones(6)
-    scale[3] = 0.0  # key of the second head
-    a.set_block_scales({name: scale})
-    set_gradients(model, random_gradients(model, 0))
-    set_gradients(plain, random_gradients(plain, 0))
-    a.step()
-    b.step()
-    start, frozen = dict(tiny_gpt().named_parameters())[name], slice(24, 32)
-    moved = dict(model.named_parameters())[name]
-    assert torch.equal(moved[frozen], start[frozen])
-    others = [i for i in range(48) if not 24 <= i < 32]
-    torch.testing.assert_close(
-        moved[others], dict(plain.named_parameters())[name][others], rtol=1e-6, atol=1e-7
-    )
-
-
-@pytest.mark.parametrize(
-    ("scales", "error", "match"),
-    [
-        ({"nowhere": torch.ones(1)}, KeyError, "No parameter 'nowhere'"),
-        (
-            {"ln_f.weight": torch.ones(2)},
-            ValueError,
-            r"shape \(2,\) for 'ln_f.weight'. Must be \(1,\)",
-        ),
-        (
-            {"h.0.attn.c_attn.weight": torch.full((6,), -1.0)},
-            ValueError,
-            "-1.0. Must be finite and >= 0",
-        ),
-        ({"h.0.attn.c_attn.weight": torch.full((6,), math.nan)}, ValueError, "nan. Must be finite"),
-    ],
-)
-def test_bad_scales_are_refused_and_change_nothing(make, scales, error, match):
-    optimizer = make(blockopt.param_groups(tiny_gpt()))
-    good = {"wpe.weight": torch.full((8,), 2.0)}
-    with pytest.raises(error, match=match):
-        optimizer.set_block_scales({**good, **scales})
-    assert all(bool((s == 1).all()) for s in optimizer.block_scales().values())
-
-
-def test_scales_need_names():
-    optimizer = blockopt.BlockAdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="Build it with param_groups"):
-        optimizer.set_block_scales({"weight": torch.ones(1)})
-
-
-def test_scales_given_back_are_copies(make):
-    optimizer = make(blockopt.param_groups(tiny_gpt()))
-    optimizer.set_block_scales(random_scales(optimizer))
-    optimizer.block_scales()["ln_f.weight"].zero_()
-    assert optimizer.block_scales()["ln_f.weight"].item() > 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weight_decay": math.nan},
-        {"betas": (2.0, 3.0)},
-        {"eps": -1.0},
-        {"nonfinite": "ignore"},
-        {"second_moment": "row"},
-    ],
-)
-def test_bad_options_of_a_group_are_refused_and_it_is_not_added(options):
-    optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()))
-    count = len(optimizer.param_groups)
-    with pytest.raises(ValueError, match=f"Invalid {next(iter(options))}"):
-        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(2)))], **options})
-    assert len(optimizer.param_groups) == count
 
 
 def test_weight_decay_of_the_optimizer_reaches_matrices_only():
@@ -453,16 +307,6 @@ def test_state_keeps_its_dtype_behind_a_load_hook():
     for parameter in (first, second):
         assert other.state[parameter]["exp_avg"].dtype == torch.float32
         assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-
-
-def test_scales_beyond_float32_and_duplicate_names_are_refused():
-    model = tiny_gpt()
-    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model))
-    with pytest.raises(ValueError, match=r"inf\. Must be finite"):
-        optimizer.set_block_scales({"ln_f.weight": torch.tensor([1e39], dtype=torch.float64)})
-    twice = blockopt.BlockAdamW(blockopt.param_groups(model) + blockopt.param_groups(tiny_gpt()))
-    with pytest.raises(ValueError, match=r"two parameters are called 'wte\.weight'"):
-        twice.block_scales()
 
 
 def test_momentum_turned_on_later_starts_from_zero():
