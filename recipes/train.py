@@ -117,9 +117,8 @@ class Run(Training):
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         load_training_state(self.accelerator, self, state, self.arguments.seed)
-        self.done, self.seconds, self.evaluated = (
-            state[name] for name in ("step", "seconds", "evaluated")
-        )
+        self.done, self.seconds = state["step"], state["seconds"]
+        self.evaluated = state["evaluated"]
 
 
 def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:

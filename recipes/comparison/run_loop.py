@@ -67,7 +67,7 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
     warmup = max(1, round(WARMUP * config.steps))
     with warnings.catch_warnings():
         # What these warn about is counted in `failed_refreshes`.
-        warnings.filterwarnings("ignore", "Curvature|The refresh of the block learning rates")
+        warnings.filterwarnings("ignore", "No block had a positive|The (refresh|curvature) of")
         training = build(arm, model, dict(config.values), steps=config.steps, seed=config.seed)
         peaks = [group["lr"] for group in training.optimizer.param_groups]
         cost = ESTIMATORS[arm.scales].gradients if arm.scales in ESTIMATORS else 0

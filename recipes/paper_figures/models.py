@@ -295,8 +295,8 @@ def estimated_norms(
 def linear_mlp_norms(x: Tensor, weights: Sequence[Tensor]) -> list[float]:
     """Return exact norms of the diagonal blocks of `F.mse_loss(x W_1 ... W_D, any target)`.
 
-    x is (N, d). A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the product
-    of the weights above it, A: its norm is the product of two.
+    x is (N, d). A block is `2 / numel · BᵀB ⊗ A Aᵀ`, for what comes into a layer, B, and the
+    product of the weights above it, A: its norm is the product of two.
     """
     above = [torch.eye(weights[-1].shape[1], dtype=x.dtype)]
     for W in reversed(weights[1:]):

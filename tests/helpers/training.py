@@ -1,4 +1,4 @@
-"""Runs of `recipes/train.py` inside of a process, on a tiny model."""
+"""Runs of `recipes/train.py` inside a process, on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,35 +16,14 @@ from recipes.training.arguments import parse
 from recipes.training.run_log import losses_of, read_log
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
-SIZES = (
-    "--data",
-    "addition:1",
-    "--max-tokens",
-    "900",
-    "--width",
-    "16",
-    "--depth",
-    "2",
-    "--heads",
-    "2",
-    "--batch-size",
-    "8",
-)
-QUIET = (
-    "--eval-batches",
-    "2",
-    "--eval-every",
-    "3",
-    "--print-every",
-    "1000",
-    "--cpu",
-    "--lr",
-    "1e-2",
-)
+SIZES = "--data addition:1 --max-tokens 900 --width 16 --depth 2 --heads 2 --batch-size 8"
+QUIET = "--eval-batches 2 --eval-every 3 --print-every 1000 --cpu --lr 1e-2"
 
 
 def flags(output: Path, cache: Path, *more: str | float) -> list[str]:
-    return [*SIZES, *QUIET, "--output", str(output), "--cache", str(cache), *map(str, more)]
+    """Return the flags of a tiny run; several may stand in one string."""
+    words = (SIZES, QUIET, f"--output {output} --cache {cache}", *more)
+    return " ".join(map(str, words)).split()
 
 
 def forget(partial: bool = True) -> None:
@@ -59,9 +38,7 @@ def run(argv: list[str], partial: bool = True) -> Path:
     arguments = parse(argv)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Curvature not positive|The refresh of the block"
-            )
+            warnings.filterwarnings("ignore", "No block had a positive|The (refresh|curvature) of")
             train.train(arguments, train.make_accelerator(arguments))
     finally:
         forget(partial)
@@ -72,9 +49,8 @@ def in_child(task) -> int:
     """Run in a copy of this process; return 0, or minus the signal that killed it."""
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the other threads, if there are any, are those of pytest-xdist
+        # The other threads, if there are any, are those of pytest-xdist.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1

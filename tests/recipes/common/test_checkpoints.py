@@ -1,4 +1,4 @@
-"""Checkpoints survive kills at any moment, full disks and broken files; a folder has one run at a time."""
+"""Checkpoints survive kills, full disks and broken files; a folder has one run at a time."""
 
 import doctest
 import hashlib
@@ -160,7 +160,8 @@ WRITERS = """
 
         def event(name, arguments):  # dies right before a chosen operation on files
             nonlocal count
-            if name == "open" and Path(str(arguments[0])).name.startswith("step-") and "w" in str(arguments[1]):
+            opened = Path(str(arguments[0])).name if name == "open" else ""
+            if opened.startswith("step-") and "w" in str(arguments[1]):
                 os._exit(3)  # only a rename may give a file its final name
             if name in ("open", "os.rename", "os.remove") and str(folder) in str(arguments[0]):
                 count += 1
@@ -183,7 +184,7 @@ WRITERS = """
 
 
 def test_killed_before_each_operation_on_files(tmp_path):
-    """Whatever is the last thing that was done, a whole checkpoint is found, and it is never older than the last finished."""
+    """Whenever it dies, an intact checkpoint is found, never older than the last finished one."""
     out, err = python(WRITERS, tmp_path).communicate(timeout=60)
     endings = [int(line) for line in out.split()]
     assert len(endings) >= 12, err

@@ -101,7 +101,7 @@ def test_each_of_torch_optimizer_trains_and_resumes(name):
 
 @pytest.mark.parametrize("name", DECOUPLED)
 def test_decay_alone_shrinks_matrices_by_the_same_factor(name):
-    """Without gradient the step is the decay: matrices times 1 - lr * weight_decay, and nothing else moves."""
+    """Without gradient the step is the decay: matrices times 1 - lr * weight_decay."""
     model = tiny_gpt()
     optimizer = build(name, model, weight_decay=0.5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -124,7 +124,7 @@ def test_ours_equals_torch():
 
 
 def test_muon_is_the_two_of_torch():
-    """The same steps as two separate optimizers take, also after the state went through a checkpoint."""
+    """The same steps as two separate optimizers, also after a round trip of the state."""
     one, two = tiny_gpt(), tiny_gpt()
     together = build_optimizer("muon", one, 1e-2, weight_decay=0.2)
     inside = {n: p for n, p in two.named_parameters() if p.ndim == 2 and n.startswith("h.")}

@@ -1,4 +1,4 @@
-"""The comparison: equal budgets, grids that extend, controls, a report that needs nothing else, and a kill in the middle."""
+"""The comparison: equal budgets, controls, corrected verdicts, the report, and a kill."""
 
 import argparse
 import io
@@ -21,6 +21,7 @@ from rich.console import Console
 import blockopt
 from blockopt.blocks.split import block_numel
 from recipes import compare
+from recipes.common.checkpoints import run_lock
 from recipes.common.gpt2 import GPT2, GPT2Config
 from recipes.comparison import plots
 from recipes.comparison.arms import ARMS, build
@@ -44,7 +45,7 @@ def study_of(*arms, budget=6, seeds=4, **changes):
 
 
 def made_up(config):
-    """A loss that is lowest at lr 0.05, falls with the number of steps, and depends on arm and seed."""
+    """A loss that is lowest at lr 0.05, falls with the steps, and depends on arm and seed."""
     values = dict(config.values)
     if config.arm == "sgd" and values["lr"] > 1:
         return RunResult(
@@ -175,7 +176,7 @@ def role_cycle_of_model(blocks, seed):
     return role_cycle(list(found), seed)
 
 
-@pytest.mark.filterwarnings("ignore:Curvature not positive")
+@pytest.mark.filterwarnings("ignore:No block had")
 @pytest.mark.parametrize(
     "arm", ["block-adamw+newton", "block-adamw+newton-shuffled", "block-adamw+newton-inverted"]
 )
@@ -503,6 +504,25 @@ def test_bad_flags_are_refused_at_once(flags, monkeypatch, capsys):
         compare.main()
     assert stop.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+def test_bugs_keep_their_traceback(monkeypatch, tmp_path, capsys):
+    """What the user can mend is one line, anything else is not caught."""
+    flags = ["--data", "addition:1", "--cache", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
+    for error in (RuntimeError("shapes do not match"), ValueError("bad"), OSError("bad")):
+        monkeypatch.setattr(
+            compare, "compare", lambda *_, error=error: (_ for _ in ()).throw(error)
+        )
+        with pytest.raises(type(error)) as caught:
+            compare.main()
+        assert caught.value is error
+    with run_lock(tmp_path / "out"):
+        monkeypatch.undo()
+        monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
+        with pytest.raises(SystemExit, match="2"):
+            compare.main()
+    assert re.fullmatch(r"error: Another run trains in .*\n", capsys.readouterr().err)
 
 
 def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):

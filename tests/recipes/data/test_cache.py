@@ -1,4 +1,4 @@
-"""The token cache: found again, never fooled, whole after damage, kills and full disks; and what is said of wrong requests."""
+"""The token cache survives damage, kills and full disks; wrong requests are named."""
 
 import argparse
 import json
@@ -54,7 +54,6 @@ def forbid_writing(monkeypatch):
 
 
 # --- found again
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_load_reads_the_same_tokens(corpus, cache, monkeypatch):
@@ -130,7 +129,6 @@ def test_the_default_folder_follows_the_variable(monkeypatch, tmp_path):
 
 
 # --- damage
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def truncate(path):
@@ -191,7 +189,8 @@ from pathlib import Path
 from recipes.data.sources import open_source
 from recipes.data.tokens import cached, write_tokens
 corpus, cache, name = sys.argv[1:]
-source = open_source(corpus, cache=Path(cache), validation_fraction=0.05, text_column="text", streaming=False, max_tokens=None)
+options = {{"validation_fraction": 0.05, "text_column": "text", "streaming": False}}
+source = open_source(corpus, cache=Path(cache), max_tokens=None, **options)
 def build(folder):
     record = write_tokens(folder, source, "corpus", tokenizer=None, vocab_size=300, max_tokens=None)
     Path(name + ".writing").touch()
@@ -252,12 +251,11 @@ def test_of_processes_at_once_one_writes_even_when_another_was_killed_writing(
 
 
 # --- the hub
-# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub with one data set, `someone/stories`, of a revision; `hub["online"] = False` takes the network away."""
+    """A hub with one data set, `someone/stories`; `hub["online"] = False` cuts the network."""
     import datasets
     import huggingface_hub
 
@@ -361,7 +359,6 @@ def test_offline_the_script_says_what_to_do_in_a_few_lines(cache, tmp_path):
 
 
 # --- wrong requests
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files that people have: with tests and dev parts, empty, broken, in another encoding; each is said by its name."""
+"""Files that people have: tests, dev parts, empty, broken, other encodings; each is named."""
 
 import argparse
 import gzip
@@ -55,7 +55,6 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 # --- names
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_files_called_test_are_left_out_and_dev_is_held_out(folder, capsys):
@@ -101,7 +100,7 @@ def key_of_names_and_texts(folder):
 
 
 def test_what_is_held_out_by_name_is_part_of_the_key(folder):
-    """So that tokens of a version that split them in another way are not taken, and all others are."""
+    """So that tokens of a version that split them differently are not taken."""
     for name in ("dev", "train"):
         write_rows(folder / f"{name}.jsonl", [f"row {i} of {name}" for i in range(3)])
     assert load(folder).key != key_of_names_and_texts(folder)
@@ -110,7 +109,6 @@ def test_what_is_held_out_by_name_is_part_of_the_key(folder):
 
 
 # --- contents
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_text_that_is_no_utf8_is_refused_with_its_place(folder):
@@ -172,7 +170,8 @@ def test_a_part_that_is_too_short_is_named(folder):
     (folder / "notes.txt").write_text("a line of text\n" * 30)
     data = load(folder)
     tokens = len(data.validation)
-    message = f"The validation part of .* has {tokens} tokens, and one window takes 65. Lower --context or raise --validation-"
+    message = f"The validation part of .* has {tokens} tokens, and one window takes 65. "
+    message += "Lower --context or raise --validation-"
     with pytest.raises(ValueError, match=message):
         data.batches("validation", batch_size=2, context=64, seed=0)
     with pytest.raises(ValueError, match=r"The train part of .* takes 641. Lower --context\.$"):

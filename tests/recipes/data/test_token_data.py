@@ -1,4 +1,4 @@
-"""Data of the recipes: every document arrives, on its side, and the cache survives what happens to caches."""
+"""Data of the recipes: every document arrives, on its side, and is found again."""
 
 import doctest
 import gzip
@@ -73,7 +73,6 @@ def test_examples_in_docstrings(module):
 
 
 # --- sources
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_module_of_the_standard_library_is_there_once_and_on_the_side_of_its_name(cache):
@@ -244,7 +243,6 @@ def test_large_vocabularies_are_stored_wider(cache, tmp_path):
 
 
 # --- addition
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_sums_are_right_different_and_split(cache):
@@ -280,7 +278,6 @@ def test_only_answers_of_sums_are_targets(cache):
 
 
 # --- batches
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_window_comes_once_an_epoch_in_another_order():

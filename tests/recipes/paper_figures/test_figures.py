@@ -1,4 +1,4 @@
-"""The papers' figures: their data, their models against autograd, and every figure at the smallest sizes."""
+"""The papers' figures: data, models against autograd, every figure at the smallest sizes."""
 
 import json
 import math

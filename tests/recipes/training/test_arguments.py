@@ -1,4 +1,4 @@
-"""The flags of the training script: bad and useless ones are refused before anything is loaded or written."""
+"""The flags of the training script: bad and useless ones are refused at once."""
 
 import pytest
 
@@ -127,7 +127,7 @@ def test_flags_that_do_something_are_taken():
 
 
 def test_what_accelerate_is_configured_for(monkeypatch, capsys):
-    """Its variables hold where no flag is given, and are refused where they would change what the flags say."""
+    """Its variables hold where no flag is given, and may not change what the flags say."""
     assert (parse([]).precision, parse([]).compile) == ("no", None)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")

@@ -1,5 +1,6 @@
-"""kill -9 at any moment, then resume: the losses are those of a run that was never killed, bit by bit."""
+"""kill -9 at any moment, then resume: the losses of a run that was never killed, bit by bit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,20 +18,13 @@ from tests.helpers.training import OURS, die, flags, in_child, losses_of, read_l
 
 STEPS = 9
 RUNS = {
-    **{name: ("--optimizer", name) for name in OURS},
-    "newton": ("--optimizer", "block-adamw", "--curvature", "newton", "--curvature-every", "2"),
-    "gauss_newton on muon": (
-        "--optimizer",
-        "block-muon",
-        "--curvature",
-        "gauss_newton",
-        "--curvature-every",
-        "3",
-    ),
-    "newton on torch": ("--optimizer", "adamw", "--curvature", "newton", "--curvature-every", "2"),
-    "muon of torch": ("--optimizer", "muon"),
-    "schedulefree": ("--optimizer", "schedulefree"),
-    "accumulated": ("--optimizer", "block-adamw", "--accumulate", "2", "--schedule", "wsd"),
+    **{name: name for name in OURS},
+    "newton": "block-adamw --curvature newton --curvature-every 2",
+    "gauss_newton on muon": "block-muon --curvature gauss_newton --curvature-every 3",
+    "newton on torch": "adamw --curvature newton --curvature-every 2",
+    "muon of torch": "muon",
+    "schedulefree": "schedulefree",
+    "accumulated": "block-adamw --accumulate 2 --schedule wsd",
 }
 
 
@@ -48,7 +42,8 @@ def cache(tmp_path_factory):
 
 
 def options(name, output, cache, *more):
-    return flags(output, cache, *RUNS[name], "--steps", STEPS, "--checkpoint-every", 2, *more)
+    every = f"--steps {STEPS} --checkpoint-every 2 --optimizer {RUNS[name]}"
+    return flags(output, cache, every, *more)
 
 
 def in_step(number):
@@ -157,7 +152,7 @@ def test_killed_runs_are_as_whole_ones(name, tmp_path, cache):
 
 
 def test_killed_at_many_points(tmp_path, cache):
-    """In eleven places: steps, lines of the log, each of the first six operations on the files of a checkpoint."""
+    """In eleven places: steps, lines of the log, and operations on the files of a checkpoint."""
     whole = run(options("newton", tmp_path / "whole", cache))
     output = tmp_path / "killed"
     again = options("newton", output, cache, "--resume")
@@ -181,9 +176,8 @@ def test_killed_at_many_points(tmp_path, cache):
 def test_random_numbers_go_on(tmp_path, cache):
     """A model of transformers with dropout draws numbers in each step."""
     config = tmp_path / "config.json"
-    config.write_text(
-        '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "resid_pdrop": 0.5}'
-    )
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    config.write_text(json.dumps({"model_type": "gpt2", **sizes, "resid_pdrop": 0.5}))
     plain = options("block-adamw", tmp_path / "whole", cache, "--hf-config", config)
     first = plain.index("--width")
     plain = plain[:first] + plain[first + 6 :]  # sizes are in the config
@@ -202,17 +196,8 @@ def test_random_numbers_go_on(tmp_path, cache):
 
 def test_the_script_killed_from_outside(tmp_path, cache):
     """The real script, killed by another process whenever it happens to be."""
-    arguments = flags(
-        tmp_path / "killed",
-        cache,
-        "--steps",
-        60,
-        "--checkpoint-every",
-        5,
-        "--curvature",
-        "newton",
-        "--resume",
-    )
+    options = "--steps 60 --checkpoint-every 5 --curvature newton --resume"
+    arguments = flags(tmp_path / "killed", cache, options)
     command = [sys.executable, str(ROOT / "recipes" / "train.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "killed" / "log.jsonl"

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite stop a run, which says where they are and what is left."""
+"""Losses, gradients and weights that are not finite stop a run, which says where they are."""
 
 import doctest
 import math
@@ -38,8 +38,9 @@ def test_not_a_number_stops_the_run_and_says_where(optimizer, tmp_path, cache, m
     broken(
         monkeypatch, 6, "h.1.attn.c_attn.weight", (16 + 8, 3)
     )  # row 24: the second head of the key
+    arguments = flags(tmp_path, cache, f"--steps 9 --checkpoint-every 2 --optimizer {optimizer}")
     with pytest.raises(FloatingPointError) as caught:
-        run(flags(tmp_path, cache, "--steps", 9, "--checkpoint-every", 2, "--optimizer", optimizer))
+        run(arguments)
     message = str(caught.value)
     assert "Step 6" in message
     assert "1 gradients are not finite" in message
@@ -50,19 +51,7 @@ def test_not_a_number_stops_the_run_and_says_where(optimizer, tmp_path, cache, m
     assert lines[-1]["step"] == 6
     assert "start in another --output with a lower --lr" in message
     monkeypatch.undo()
-    resumed = run(
-        flags(
-            tmp_path,
-            cache,
-            "--steps",
-            9,
-            "--checkpoint-every",
-            2,
-            "--optimizer",
-            optimizer,
-            "--resume",
-        )
-    )
+    resumed = run([*arguments, "--resume"])
     assert list(losses_of(resumed)) == list(range(1, 10))
 
 

@@ -1,4 +1,4 @@
-"""Two processes give the losses of one with the same global batch, replicated (DDP) and sharded (FSDP2), and resume exactly."""
+"""Two processes, replicated (DDP) or sharded (FSDP2), give the losses of one and resume exactly."""
 
 import json
 import math
@@ -45,19 +45,8 @@ class Stopped(Exception):
 
 
 def options(folder, name, cache, *more):
-    return flags(
-        folder / name,
-        cache,
-        "--optimizer",
-        name,
-        "--steps",
-        STEPS,
-        "--checkpoint-every",
-        2,
-        "--accumulate",
-        2,
-        *more,
-    )
+    every = f"--optimizer {name} --steps {STEPS} --checkpoint-every 2 --accumulate 2"
+    return flags(folder / name, cache, every, *more)
 
 
 def stopped_before(step, arguments):
@@ -103,17 +92,14 @@ def many_steps(output, cache, *more):
 
 
 def kill_the_first_of_two(folder, cache):
-    """Start two processes as the README says, and kill rank 0 in the middle of the run; the launcher ends the other."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        CONFIGS[0],
+    """Start two processes as the README says, and kill rank 0 in the middle of the run."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS[0]]
+    command += [
         "--main_process_port",
         "0",
+        ROOT / "recipes" / "train.py",
+        *many_steps(folder / "killed", cache),
     ]
-    command += [ROOT / "recipes" / "train.py", *many_steps(folder / "killed", cache)]
     log, holder = folder / "killed" / "log.jsonl", folder / "killed" / "run.holder"
     with (folder / "output.txt").open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -232,7 +218,7 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(folder, kind):
 
 
 def test_killed_on_one_rank(folder):
-    """The one with the log, by a signal; gone on with, the losses and scales are those of a run that was not killed."""
+    """The one with the log; resumed, losses and scales are those of a run that was not killed."""
     for kind in ("step", "scales", "evaluation", "end"):
         lines = [
             [line for line in read_log(folder / name / "log.jsonl") if line["kind"] == kind]
@@ -249,7 +235,7 @@ def test_killed_on_one_rank(folder):
 
 
 def test_block_learning_rates_depend_a_little_on_the_processes(folder, tmp_path):
-    """Each measures its half of a batch of eight, and the two are averaged: about the curvature of the whole."""
+    """Each measures its half of a batch, and the two are averaged: about that of the whole."""
     one, two = (run(many_steps(tmp_path, folder / "cache")), folder / "not-killed" / "log.jsonl")
     losses = [list(losses_of(log).values()) for log in (one, two)]
     assert losses[1][:2] == pytest.approx(losses[0][:2], abs=1e-5)  # before scales act
@@ -265,7 +251,7 @@ def test_block_learning_rates_depend_a_little_on_the_processes(folder, tmp_path)
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_files_for_accelerate_are_what_they_say(path):
-    """Read as accelerate reads them, which refuses names that it does not know; one of them has started the killed run."""
+    """Read as accelerate reads them; one of them has started the killed run."""
     content = yaml.safe_load(path.read_text())
     config = load_config_from_file(str(path))
     for name in content:

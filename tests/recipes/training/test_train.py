@@ -1,4 +1,4 @@
-"""The training script: what it logs, what it refuses, how it stops, and that its options do what they say."""
+"""The training script: what it logs, what it refuses, how it stops, what its options do."""
 
 import json
 import math
@@ -42,27 +42,13 @@ def cache(tmp_path_factory):
 def sized(arguments, *more):
     """Without the sizes of our GPT-2, for models of transformers."""
     first = arguments.index("--width")
-    return [*arguments[:first], *arguments[first + 6 :], *map(str, more)]
+    return [*arguments[:first], *arguments[first + 6 :], *" ".join(map(str, more)).split()]
 
 
 def test_the_losses_are_those_of_a_plain_loop(tmp_path, cache):
     """Written out without accelerate: same model, batches, schedule, clipping and steps."""
-    log = run(
-        flags(
-            tmp_path,
-            cache,
-            "--steps",
-            6,
-            "--schedule",
-            "linear",
-            "--warmup",
-            2,
-            "--clip",
-            0.5,
-            "--seed",
-            3,
-        )
-    )
+    options = "--steps 6 --schedule linear --warmup 2 --clip 0.5 --seed 3"
+    log = run(flags(tmp_path, cache, options))
     data, _, _ = train.load_batches(parse(flags(tmp_path, cache)), print)
     batches = data.batches("train", batch_size=8, context=5, seed=3)
     torch.manual_seed(3)
@@ -216,13 +202,8 @@ def test_a_checkpoint_of_transformers_is_fine_tuned(tmp_path, cache):
     model = GPT2(GPT2Config(12, 5, 16, 2, 2))
     model.load_state_dict(state["model"])
     to_huggingface(model).save_pretrained(tmp_path / "saved")
-    tuned = run(
-        sized(
-            flags(tmp_path / "second", cache, "--steps", 3, "--lr", 1e-5),
-            "--hf-checkpoint",
-            tmp_path / "saved",
-        )
-    )
+    saved = f"--hf-checkpoint {tmp_path / 'saved'}"
+    tuned = run(sized(flags(tmp_path / "second", cache, "--steps 3 --lr 1e-5"), saved))
     before, after = list(losses_of(trained).values()), list(losses_of(tuned).values())
     assert after[0] < before[0] - 0.3
     assert after[0] == pytest.approx(before[-1], abs=0.3)
@@ -230,24 +211,14 @@ def test_a_checkpoint_of_transformers_is_fine_tuned(tmp_path, cache):
     text.write_text("1+2=3\n" * 500)
     words = ("--data", text, "--tokenizer", "bytes", "--context", 8)
     with pytest.raises(ValueError, match=r"at most 5|knows 12"):
-        run(
-            sized(
-                flags(tmp_path / "third", cache, "--steps", 3),
-                "--hf-checkpoint",
-                tmp_path / "saved",
-                *words,
-            )
-        )
+        run(sized(flags(tmp_path / "third", cache, "--steps 3"), saved, *words))
 
 
 def test_too_small_a_vocabulary_is_refused(tmp_path, cache):
     to_huggingface(GPT2(GPT2Config(3, 8, 16, 2, 2))).save_pretrained(tmp_path / "saved")
+    saved = f"--hf-checkpoint {tmp_path / 'saved'}"
     with pytest.raises(ValueError, match=r"The data have 12 tokens, and .* knows 3"):
-        run(
-            sized(
-                flags(tmp_path / "run", cache, "--steps", 3), "--hf-checkpoint", tmp_path / "saved"
-            )
-        )
+        run(sized(flags(tmp_path / "run", cache, "--steps 3"), saved))
 
 
 def test_a_full_disk_stops_the_run_and_leaves_a_checkpoint(tmp_path, cache, monkeypatch):
@@ -451,39 +422,13 @@ def test_the_script_on_text(tmp_path, cache):
     text.write_text(
         "".join(path.read_text() for path in sorted((ROOT / "recipes").glob("*.py")))[:60_000]
     )
-    command = [
-        sys.executable,
-        str(ROOT / "recipes" / "train.py"),
-        "--data",
-        str(text),
-        "--tokenizer",
-        "bytes",
-        "--cache",
-        str(cache),
-    ]
-    command += [
-        "--steps",
-        "20",
-        "--width",
-        "16",
-        "--depth",
-        "1",
-        "--heads",
-        "2",
-        "--context",
-        "16",
-        "--print-every",
-        "5",
-    ]
-    command += ["--eval-every", "8", "--cpu", "--output"]
+    options = f"--data {text} --tokenizer bytes --cache {cache} --output {tmp_path / 'run'}"
+    options += " --steps 20 --width 16 --depth 1 --heads 2 --context 16 --print-every 5"
+    options += " --eval-every 8 --cpu"
+    command = [sys.executable, str(ROOT / "recipes" / "train.py"), *options.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    streams = {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=environment, timeout=120, **streams)
     assert done.returncode == 0, done.stderr
     assert "step 10/20  loss" in done.stdout
     assert "tokens/s" in done.stdout

@@ -14,7 +14,7 @@ from recipes.common.training import token_loss
 from recipes.data.token_data import load_data
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Curvature not positive"
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:No block had"
 )
 
 
@@ -45,36 +45,10 @@ def refused(capsys):
 
 
 def flags(folder, output, *more):
-    sizes = [
-        "--batch-size",
-        "4",
-        "--eval-batches",
-        "2",
-        "--eval-every",
-        "4",
-        "--checkpoint-every",
-        "4",
-        "--cpu",
-    ]
-    data = [
-        "--data",
-        str(folder / "text.txt"),
-        "--vocab-size",
-        "300",
-        "--cache",
-        str(folder / "cache"),
-        "--context",
-        "16",
-    ]
-    return [
-        *data,
-        *sizes,
-        "--output",
-        str(folder / output),
-        "--curvature-every",
-        "3",
-        *map(str, more),
-    ]
+    data = f"--data {folder / 'text.txt'} --vocab-size 300 --cache {folder / 'cache'} --context 16"
+    sizes = "--batch-size 4 --eval-batches 2 --eval-every 4 --checkpoint-every 4 --cpu"
+    options = f"{data} {sizes} --curvature-every 3 --output {folder / output}"
+    return [*options.split(), *map(str, more)]
 
 
 SIZES = ("--width", 16, "--depth", 1, "--heads", 2)
@@ -113,20 +87,8 @@ def test_train_resume_and_fine_tune(folder, capsys, refused):
     saved = folder / "whole" / "model"
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
     assert 257 < model.config.vocab_size <= 300
-    train_hf.main(
-        flags(
-            folder,
-            "tuned",
-            "--hf-checkpoint",
-            saved,
-            "--steps",
-            4,
-            "--lr",
-            1e-5,
-            "--curvature",
-            "none",
-        )
-    )
+    options = f"--hf-checkpoint {saved} --steps 4 --lr 1e-5 --curvature none"
+    train_hf.main(flags(folder, "tuned", *options.split()))
     tuned = losses(state(folder / "tuned", 4))
     assert tuned[1] == pytest.approx(
         whole[12], abs=0.4
@@ -147,7 +109,7 @@ def loss_and_gradient_norm(model, rows, ignored):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("source", ["text", "addition:2"])
 def test_losses_and_gradients_are_those_of_our_loss_on_the_same_tokens(source, accumulate, folder):
-    """One step on all of the data, too small to be seen: what the Trainer logs is what we compute from the model it saves."""
+    """One step that is too small to be seen: the Trainer logs what we compute from its model."""
     name = folder / "text.txt" if source == "text" else source
     data = [
         "--data",
@@ -196,7 +158,6 @@ def test_losses_and_gradients_are_those_of_our_loss_on_the_same_tokens(source, a
 
 
 # --- resuming
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def cut(path):
@@ -260,7 +221,6 @@ def test_a_run_goes_on_with_its_own_settings_only_and_alone(folder, monkeypatch,
 
 
 # --- tokenizers of checkpoints
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, monkeypatch, capsys):
