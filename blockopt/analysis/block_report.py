@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.operators.dense import dense
-from blockopt.analysis.spectral.block_mass import probe_blocks
+from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
 from blockopt.analysis.spectral.estimate import Estimate
@@ -152,11 +152,9 @@ def measure_block(
         measured = n, trace, frobenius, top, torch.zeros_like(top)
         return BlockReport(*measured, spectrum, negative, exact=True)
     if known is None:
-        everything = {"all": torch.arange(n)}
-        found = probe_blocks(
-            operator, everything, num_probes=probes.num_probes, generator=generator
-        )
-        known = [found.traces[0], found.frobenius]
+        parts = {"all": torch.arange(n)}
+        mass = block_mass(operator, parts, num_probes=probes.num_probes, generator=generator)
+        known = [mass.traces[0], mass.frobenius]
     trace, frobenius = known
     pairs = top_eigenpairs(operator, min(probes.top, n), tolerance=TOLERANCE, generator=generator)
     measured = n, trace, frobenius, pairs.values, pairs.residuals

@@ -22,7 +22,7 @@ from blockopt.analysis.operators.model_operators import (
     HessianOperator,
 )
 from blockopt.analysis.progress import progress_bar
-from blockopt.analysis.spectral.block_mass import BlockMass, probe_blocks
+from blockopt.analysis.spectral.block_mass import BlockMass, block_mass
 from blockopt.analysis.spectral.density import check_symmetric
 from blockopt.analysis.spectral.estimate import Estimate, root, total
 from blockopt.analysis.spectral.heterogeneity import (
@@ -145,19 +145,20 @@ class HessianReport:
         """Return all of it as JSON has it: groups as strings, infinity and NaN as None."""
         return dict(plain(self))
 
-    def short_labels(self) -> dict[BlockGroup, str]:
-        """Return a label for each group, without the modules that all parameters share."""
+    def short_labels(self) -> dict[BlockGroup, BlockGroup]:
+        """Return each group with a short name of its parameter, without shared modules."""
         modules = [g.parameter.split(".")[:-1] for g in self.blocks if g.parameter is not None]
         shared = 0
         for level in zip(*modules) if len(modules) > 1 else ():
             if len(set(level)) > 1:
                 break
             shared += 1
-        return {group: str(_without_modules(group, shared)) for group in self.blocks}
+        return {group: _without_modules(group, shared) for group in self.blocks}
 
     def _labelled(self) -> list[tuple[str, BlockReport]]:
         labels = self.short_labels()
-        return [*((labels[g], block) for g, block in self.blocks.items()), ("whole", self.whole)]
+        blocks = [(str(labels[group]), block) for group, block in self.blocks.items()]
+        return [*blocks, ("whole", self.whole)]
 
 
 def hessian_report(
@@ -234,19 +235,19 @@ def hessian_report(
         entries = {group: operator.entries(part) for group, part in parts.items()}
         chunk = max(1, min(probes.num_probes, ENTRIES_PER_PRODUCT // operator.shape[0]))
         with _kept_graph(operator):
-            mass, traces, norm = probe_blocks(
+            mass = block_mass(
                 operator, entries, num_probes=probes.num_probes, chunk=chunk, generator=generator
             )
         diagonals = zip(mass.matrix.diagonal().tolist(), mass.standard_error.diagonal().tolist())
         norms = [root(Estimate(*square, probes.num_probes)) for square in diagonals]
         measured = {}
         options: dict[str, Any] = {"asymmetry": asymmetry, "generator": generator}
-        for (group, part), *known in zip(parts.items(), traces, norms):
+        for (group, part), *known in zip(parts.items(), mass.traces, norms):
             with _kept_graph(part):
                 measured[group] = measure_block(part, probes, known=known, **options)
         whole = next(iter(measured.values()))
         if len(parts) > 1:
-            known = [total([block.trace for block in measured.values()]), norm]
+            known = [total([block.trace for block in measured.values()]), mass.frobenius]
             with _kept_graph(operator):
                 whole = measure_block(operator, whole_probes, known=known, **options)
     # Softmax does not see the biases of keys, for example: what is left of such a block is

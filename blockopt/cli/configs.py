@@ -41,19 +41,20 @@ def find_config(source: str, overrides: Mapping[str, Any] | None = None, *, hub:
         return _config(transformers, _read(file), overrides or {})
     if source in known and not path.exists():
         return _config(transformers, {"model_type": source}, overrides or {})
-    wanted = (
-        f"Must be a model type of transformers {transformers.__version__} (gpt2, llama, qwen3, …), "
-        "a config.json, or a folder that holds one"
+    message = (
+        f"No model at {source!r}. Must be a model type of transformers {transformers.__version__} "
+        "(gpt2, llama, qwen3, …), a config.json, "
     )
-    if not hub or path.exists():
-        raise UserError(f"No model at {source!r}. {wanted}. Nothing is downloaded.")
+    if not hub:
+        raise UserError(f"{message}or a folder that holds one. Nothing is downloaded.")
+    message += "a folder that holds one, or the name of a model on the hub."
+    if path.exists():
+        raise UserError(message)
     try:
         return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"No model at {source!r}. {wanted}, or a model that the hub has and gives now.\n"
-            f"transformers says: {str(error).splitlines()[0]}"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{message}\ntransformers says: {reason}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -72,10 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes, rule = ("float32", "float64"), f"float64 up to {SMALL:,} parameters, float32 beyond"
     add("--dtype", choices=dtypes, help=f"dtype of the model (default {rule})")
     add("--device", default="cpu", help="where to compute (default cpu)")
-    add_choice("--matrix", get_args(Matrix), "functional is hessian - gauss-newton")
-    add_choice(
-        "--by", get_args(Level), "one block per role of the model, a layer, a tensor, or head"
-    )
+    add_choice("--matrix", get_args(Matrix), "which matrix; functional is hessian - gauss-newton")
+    by = "one block per role of the model, of a layer or of a tensor, or per head"
+    add_choice("--by", get_args(Level), by)
     add_list("--only", "PATTERN", "only parameters that fit, such as 'h.0.*'")
     add_number("--top", 1, "eigenvalues per block, the farthest from 0", metavar="K")
     add_number("--probes", 20, "random vectors per block, for traces and norms")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from blockopt.analysis.block_report import BlockReport
 from blockopt.analysis.plots import block_mass_heatmap, role_color, spectral_densities
 from blockopt.analysis.report import HessianReport
 from blockopt.analysis.spectral.density import SpectralDensity
@@ -67,7 +68,7 @@ def _blocks_figure(report: HessianReport, title: str) -> Figure:
     """The norm of each block, and the share of each pair in the whole."""
     from matplotlib.figure import Figure
 
-    names, mass = pooled_mass(report)
+    groups, mass = pooled_mass(report)
     norms = {g: b.frobenius for g, b in report.blocks.items() if b.frobenius.value > 0}
     height = max(2 + 0.6 * len(mass), 1 + 0.16 * len(norms))
     figure = Figure(figsize=(6.5 + 0.7 * len(mass), min(height, 60)), layout="constrained")
@@ -79,45 +80,46 @@ def _blocks_figure(report: HessianReport, title: str) -> Figure:
         )
     labels = report.short_labels()
     small = 8 if len(norms) <= 40 else 6
-    left.set_yticks(range(len(norms)), [labels[group] for group in norms], fontsize=small)
+    left.set_yticks(range(len(norms)), [str(labels[group]) for group in norms], fontsize=small)
     left.set_xscale("log")
     left.grid(axis="x", alpha=0.4)
     left.invert_yaxis()
     left.set_title(f"Frobenius norms of {report.matrix} blocks", fontsize=10)
     if float(mass.sum()) > 0:
-        block_mass_heatmap(names, mass, ax=right)
+        block_mass_heatmap(groups, mass, ax=right)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
-def _names(report: HessianReport) -> dict[BlockGroup, str]:
-    """The name of each block, or that of its role if there are too many for a plot."""
+def _pooled(report: HessianReport) -> dict[BlockGroup, BlockGroup]:
+    """The short label of each block, or its role if there are too many for a plot."""
     if len(report.blocks) > MOST_IN_A_PLOT:
-        return {group: group.role for group in report.blocks}
+        return {group: BlockGroup(group.role) for group in report.blocks}
     return report.short_labels()
 
 
-def pooled_spectra(report: HessianReport) -> dict[str, SpectralDensity]:
-    """Return the spectra by name, with those of one name put together, and that of the whole."""
-    members: dict[str, list[tuple[SpectralDensity, int]]] = {}
-    names = _names(report)
-    named = [*((names[group], block) for group, block in report.blocks.items())]
-    for name, block in [*named, ("whole", report.whole)]:
+def pooled_spectra(report: HessianReport) -> dict[BlockGroup | str, SpectralDensity]:
+    """Return the spectra of the blocks, put together where they are pooled, and of the whole."""
+    members: dict[BlockGroup | str, list[tuple[SpectralDensity, int]]] = {}
+    labels = _pooled(report)
+    blocks = [(labels[group], block) for group, block in report.blocks.items()]
+    everything: list[tuple[BlockGroup | str, BlockReport]] = [*blocks, ("whole", report.whole)]
+    for label, block in everything:
         if block.spectrum is not None:
-            members.setdefault(name, []).append((block.spectrum, block.dimension))
-    pooled = {}
-    for name, some in members.items():
+            members.setdefault(label, []).append((block.spectrum, block.dimension))
+    found = {}
+    for label, some in members.items():
         total = sum(dimension for _, dimension in some)
         nodes, order = torch.cat([spectrum.nodes for spectrum, _ in some]).sort()
         weights = torch.cat([spectrum.weights * (size / total) for spectrum, size in some])
-        pooled[name] = SpectralDensity(nodes, weights[order])
-    return pooled
+        found[label] = SpectralDensity(nodes, weights[order])
+    return found
 
 
-def pooled_mass(report: HessianReport) -> tuple[list[str], Tensor]:
-    """Return the names, and the squared norms (names, names), summed over blocks of one name."""
-    of_blocks = list(_names(report).values())  # in the order of report.mass.labels
-    names = list(dict.fromkeys(of_blocks))
-    rows = torch.tensor([names.index(name) for name in of_blocks])
-    member = torch.nn.functional.one_hot(rows, len(names)).to(report.mass.matrix)
-    return names, member.T @ report.mass.matrix @ member
+def pooled_mass(report: HessianReport) -> tuple[list[BlockGroup], Tensor]:
+    """Return labels, and the squared norms (labels, labels), summed where blocks are pooled."""
+    of_blocks = list(_pooled(report).values())  # in the order of report.mass.labels
+    labels = list(dict.fromkeys(of_blocks))
+    rows = torch.tensor([labels.index(label) for label in of_blocks])
+    member = torch.nn.functional.one_hot(rows, len(labels)).to(report.mass.matrix)
+    return labels, member.T @ report.mass.matrix @ member

@@ -11,6 +11,7 @@ import transformers
 from torch.nn import functional as F
 
 from blockopt.analysis import Probes, hessian_report
+from blockopt.blocks import BlockGroup
 from blockopt.cli import main
 from blockopt.cli.hessian_plots import MOST_IN_A_PLOT, pooled_mass, pooled_spectra
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
@@ -197,7 +198,7 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
     probes = Probes(num_steps=3, num_starts=1)
     report = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", probes=probes)
     assert len(report.blocks) > MOST_IN_A_PLOT
-    (names, mass), spectra = pooled_mass(report), pooled_spectra(report)
+    (labels, mass), spectra = pooled_mass(report), pooled_spectra(report)
     roles = {
         "embedding",
         "position",
@@ -210,20 +211,26 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
         "norm",
         "bias",
     }
-    assert set(names) == roles
-    assert set(spectra) == {*roles, "whole"}
+    assert set(labels) == {BlockGroup(role) for role in roles}
+    assert set(spectra) == {*labels, "whole"}
     assert float(mass.sum()) == pytest.approx(float(report.mass.matrix.sum()), rel=1e-12)
     assert report.mass.labels == tuple(report.blocks)
     norms = [group for group in report.blocks if group.role == "norm"]
     numbers = [report.mass.labels.index(group) for group in norms]
-    place = names.index("norm")
+    place = labels.index(BlockGroup("norm"))
     assert float(mass[place, place]) == pytest.approx(
         float(report.mass.matrix[numbers][:, numbers].sum()), rel=1e-12
     )
     mean = sum(report.blocks[n].dimension * report.blocks[n].spectrum.moment(1) for n in norms)
     dimension = sum(report.blocks[n].dimension for n in norms)
-    assert spectra["norm"].moment(1) == pytest.approx(mean / dimension, rel=1e-9)
-    assert float(spectra["norm"].weights.sum()) == pytest.approx(1, rel=1e-12)
+    pooled = spectra[BlockGroup("norm")]
+    assert pooled.moment(1) == pytest.approx(mean / dimension, rel=1e-9)
+    assert float(pooled.weights.sum()) == pytest.approx(1, rel=1e-12)
+    few = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", only=["attn.*"])
+    assert [str(label) for label in pooled_spectra(few)][:2] == [
+        "c_attn.weight query",
+        "c_attn.weight key",
+    ]
 
 
 # Models and texts

@@ -23,25 +23,20 @@ class BlockMass(NamedTuple):
 
     `matrix[a, b]` is that of the blocks `labels[a]` and `labels[b]`. `off_diagonal` is
     `1 − Σ_b ‖H_bb‖_F² / Σ_ab ‖H_ab‖_F²`: 0 if the matrix is block-diagonal, and near 1 if the
-    diagonal blocks hold next to nothing.
+    diagonal blocks hold next to nothing. The same probes give `traces` of the diagonal blocks and
+    `frobenius`, the norm of all blocks together.
     """
 
     labels: tuple[Hashable, ...]
     matrix: Tensor
     standard_error: Tensor
     off_diagonal: Estimate
+    traces: tuple[Estimate, ...]
+    frobenius: Estimate
 
     def shares(self) -> Tensor:
         """Return `matrix` divided by its sum."""
         return self.matrix / (self.matrix.sum() or 1.0)
-
-
-class ProbedBlocks(NamedTuple):
-    """What the probes of `block_mass` find: also the trace of each block, and the norm of all."""
-
-    mass: BlockMass
-    traces: list[Estimate]
-    frobenius: Estimate
 
 
 def block_mass(
@@ -83,9 +78,33 @@ def block_mass(
         >>> round(found.off_diagonal.value, 4)  # 16 of 34
         0.4706
     """
-    return probe_blocks(
-        operator, parts, num_probes=num_probes, chunk=chunk, generator=generator, progress=progress
-    ).mass
+    check_count("num_probes", num_probes)
+    check_count("chunk", chunk)
+    where = [part.to(operator.device) for part in _checked(parts, size(operator))]
+    # The part of each entry; the last number stands for none.
+    group = torch.full((operator.shape[0],), len(where), device=operator.device)
+    for number, part in enumerate(where):
+        group[part] = number
+    if isinstance(operator, Tensor):
+        return _from_tensor(operator.detach().double(), tuple(parts), where, group)
+    generator = default_generator(generator)
+    exact = [len(part) <= num_probes for part in where]
+    values = []  # for each block b: (probes, blocks), the squared norms of the pieces of H z_b
+    traces = []
+    products = sum(min(len(part), num_probes) for part in where)
+    with progress_bar(progress, "block mass", products) as advance:
+        for part, known in zip(where, exact):
+            pieces, forms = [], []
+            for Z in _probes(part, operator, num_probes, chunk, generator):
+                HZ = product(operator, Z)
+                pieces.append(_sum_by_group(HZ.square(), group, len(where)).T.cpu())
+                forms.append((Z * HZ).sum(0).cpu())
+                advance(Z.shape[1])
+            values.append(torch.cat(pieces))
+            traces.append(from_probes(torch.cat(forms), known))
+    columns = [from_probes(value.sum(1), known) for value, known in zip(values, exact)]
+    values = [v.sum(0, keepdim=True) if known else v for v, known in zip(values, exact)]
+    return _collect(tuple(parts), values, exact, products, traces, root(total(columns)))
 
 
 def off_diagonal_mass(
@@ -113,49 +132,9 @@ def off_diagonal_mass(
     ).off_diagonal
 
 
-def probe_blocks(
-    operator: SymmetricOperator,
-    parts: Mapping[Label, Tensor],
-    *,
-    num_probes: int = 10,
-    chunk: int = 10,
-    generator: torch.Generator | None = None,
-    progress: bool = False,
-) -> ProbedBlocks:
-    """Return `block_mass`, and what else its products tell: `z·H z` is the trace of a block."""
-    check_count("num_probes", num_probes)
-    check_count("chunk", chunk)
-    where = [part.to(operator.device) for part in _checked(parts, size(operator))]
-    # The part of each entry; the last number stands for none.
-    group = torch.full((operator.shape[0],), len(where), device=operator.device)
-    for number, part in enumerate(where):
-        group[part] = number
-    if isinstance(operator, Tensor):
-        return _from_tensor(operator.detach().double(), tuple(parts), where, group)
-    generator = default_generator(generator)
-    exact = [len(part) <= num_probes for part in where]
-    values = []  # for each block b: (probes, blocks), the squared norms of the pieces of H z_b
-    traces = []
-    products = sum(min(len(part), num_probes) for part in where)
-    with progress_bar(progress, "block mass", products) as advance:
-        for part, known in zip(where, exact):
-            pieces, forms = [], []
-            for Z in _probes(part, operator, num_probes, chunk, generator):
-                HZ = product(operator, Z)
-                pieces.append(_sum_by_group(HZ.square(), group, len(where)).T.cpu())
-                forms.append((Z * HZ).sum(0).cpu())
-                advance(Z.shape[1])
-            values.append(torch.cat(pieces))
-            traces.append(from_probes(torch.cat(forms), known))
-    columns = [from_probes(value.sum(1), known) for value, known in zip(values, exact)]
-    values = [v.sum(0, keepdim=True) if known else v for v, known in zip(values, exact)]
-    mass = _collect(tuple(parts), values, exact, products)
-    return ProbedBlocks(mass, traces, root(total(columns)))
-
-
 def _from_tensor(
     matrix: Tensor, labels: tuple[Hashable, ...], where: list[Tensor], group: Tensor
-) -> ProbedBlocks:
+) -> BlockMass:
     squares = matrix.square()
     if not torch.isfinite(squares).all():
         raise FloatingPointError(
@@ -163,9 +142,10 @@ def _from_tensor(
         )
     rows = _sum_by_group(squares, group, len(where))
     columns = _sum_by_group(rows.T, group, len(where)).cpu()  # (b, a)
-    mass = _collect(labels, [column[None] for column in columns], [True] * len(where), 0)
     traces = [Estimate(float(matrix.diagonal()[part].sum()), 0.0, 0) for part in where]
-    return ProbedBlocks(mass, traces, root(Estimate(float(columns.sum()), 0.0, 0)))
+    norm = root(Estimate(float(columns.sum()), 0.0, 0))
+    values = [column[None] for column in columns]
+    return _collect(labels, values, [True] * len(where), 0, traces, norm)
 
 
 def _probes(
@@ -217,7 +197,12 @@ def _checked(parts: Mapping[Label, Tensor], n: int) -> list[Tensor]:
 
 
 def _collect(
-    labels: tuple[Hashable, ...], values: list[Tensor], exact: list[bool], num_products: int
+    labels: tuple[Hashable, ...],
+    values: list[Tensor],
+    exact: list[bool],
+    num_products: int,
+    traces: list[Estimate],
+    frobenius: Estimate,
 ) -> BlockMass:
     """Return the means, errors and off-diagonal share of `values[b]` (probes, blocks)."""
     number, known = len(values), torch.tensor(exact)
@@ -248,7 +233,7 @@ def _collect(
         if bool(seen.any()):
             variance_of_share += float(_variance_of_mean((value[:, seen] @ slopes[seen])[:, None]))
     off_diagonal = Estimate(max(share, 0.0), math.sqrt(variance_of_share), num_products)
-    return BlockMass(labels, matrix, variance.sqrt(), off_diagonal)
+    return BlockMass(labels, matrix, variance.sqrt(), off_diagonal, tuple(traces), frobenius)
 
 
 def _variance_of_mean(values: Tensor) -> Tensor:

@@ -162,6 +162,22 @@ def test_operator_of_a_model():
     assert abs(sampled.off_diagonal.value - share(truth)) < 3 * sampled.off_diagonal.standard_error
 
 
+def test_traces_and_the_norm_come_from_the_same_probes():
+    A = random_symmetric(8)
+    inside = torch.cat(list(PARTS.values()))
+    for operator in (A, Products(A)):
+        found = block_mass(operator, PARTS, num_probes=3)
+        for part, trace in zip(PARTS.values(), found.traces):
+            assert trace.value == pytest.approx(float(A[part][:, part].trace()), rel=1e-10)
+            assert trace.standard_error == 0
+        assert found.frobenius.value == pytest.approx(float(A[inside][:, inside].norm()), rel=1e-10)
+    A = random_symmetric(40)
+    sampled = block_mass(Products(A), {"a": torch.arange(30), "b": torch.arange(30, 34)})
+    error = abs(sampled.traces[0].value - float(A[:30, :30].trace()))
+    assert 0 < error < 4 * sampled.traces[0].standard_error
+    assert sampled.traces[1] == (pytest.approx(float(A[30:34, 30:34].trace())), 0, 4)
+
+
 def test_errors():
     A = torch.eye(8)
     with pytest.raises(ValueError, match=r"Invalid parts=\{\}. Must name at least one block"):
