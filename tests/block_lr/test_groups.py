@@ -356,7 +356,9 @@ def test_a_compiled_step_is_not_compiled_again(kind):
         steps.append(
             (
                 model,
-                torch.compile(optimizer.step) if model is compiled else optimizer.step,
+                torch.compile(optimizer.step, backend="aot_eager")
+                if model is compiled
+                else optimizer.step,
                 block_lr,
             )
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ OPTIMIZERS: dict[str, Callable[..., blockopt.optim.BlockOptimizer]] = {
 }
 
 
-def tiny_gpt(seed: int = 0, dtype: torch.dtype = torch.float32, depth: int = TINY.depth) -> GPT2:
+def tiny_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT2:
     torch.manual_seed(seed)
-    return GPT2(replace(TINY, depth=depth)).to(dtype)
+    return GPT2(TINY).to(dtype)
 
 
 def token_loss(model: nn.Module, seed: int = 0) -> Tensor:
