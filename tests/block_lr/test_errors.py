@@ -112,7 +112,7 @@ def test_one_block_that_is_not_finite_is_a_failure():
             "gauss_newton",
             lambda model: model(torch.zeros(1, 3, dtype=torch.long)).logsumexp(-1).sum(),
             ValueError,
-            "no call of",
+            "No call of",
         ),
         ("gauss_newton", lambda model: model(torch.full((1, 3), 99)), IndexError, "out of range"),
         (
