@@ -18,10 +18,9 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
-# One thread per process: two processes that both want all cores spend their time waiting. With
-# worksteal a process keeps the tests of a file together, so that costly fixtures run once.
+# One thread per process: two processes that both want all cores spend their time waiting.
 tests: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 wheel: .venv/.installed
 	$(PIP) build
