@@ -47,9 +47,8 @@ def small_model(kind="gpt2", sequences=3, length=8, **entries):
         kind, {**(GPT2 if kind == "gpt2" else LLAMA), **entries}, seed=1
     ).model.double()
     generator = torch.Generator().manual_seed(0)
-    for p in (
-        model.parameters()
-    ):  # farther from zero than at the start: queries and keys have curvature then
+    # Farther from zero than at the start: queries and keys have curvature then
+    for p in model.parameters():
         p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     ids = torch.randint(0, model.config.vocab_size, (sequences, length), generator=generator)
     return model, ids
@@ -155,9 +154,8 @@ def test_standard_errors_are_those_of_repeated_runs():
 def test_the_whole_is_more_than_its_blocks_and_batches_make_no_difference():
     model, ids = small_model()
     one = hessian_report(model, next_token_losses(model, ids, 3), only=["mlp.*"])
-    many = hessian_report(
-        model, next_token_losses(model, ids, 2), only=["mlp.*"]
-    )  # a batch of 2 and a smaller one of 1
+    # A batch of 2 and a smaller one of 1
+    many = hessian_report(model, next_token_losses(model, ids, 2), only=["mlp.*"])
     assert one.whole.trace.value == pytest.approx(
         sum(b.trace.value for b in one.blocks.values()), rel=1e-12
     )
@@ -213,9 +211,8 @@ def test_a_head_is_its_own_columns():
         model, next_token_losses(model, ids, 8), by="head", only=["c_attn.weight"]
     )
     H = exact_matrix(model, ids, [name])
-    where = (
-        torch.arange(48).reshape(4, 12)[:, 6:8].flatten()
-    )  # keys of the second head: columns 6 and 7 of 12
+    # Keys of the second head: columns 6 and 7 of 12
+    where = torch.arange(48).reshape(4, 12)[:, 6:8].flatten()
     own = H[where][:, where]
     block = report.blocks[BlockGroup("key", 0, name, 1)]
     torch.testing.assert_close(block.spectrum.nodes, torch.linalg.eigvalsh(own), rtol=0, atol=1e-12)
@@ -286,9 +283,8 @@ def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
     assert cost.seconds_per_product > 0
     done = sum(columns) - before
     blocks = sum(min(20, b.dimension) + b.dimension for b in report.blocks.values())
-    assert (
-        blocks < done < blocks + 60
-    )  # and the top eigenvalue of the whole, for which 25 were foreseen
+    # The rest is for the top eigenvalue of the whole, for which 25 were foreseen
+    assert blocks < done < blocks + 60
     assert cost.num_products == blocks + 25
 
 
@@ -301,9 +297,8 @@ def test_tables_fit_and_long_labels_keep_both_ends():
         widths = {len(line) for line in table.splitlines()}
         assert len(widths) == 1
         assert widths.pop() <= 100
-    assert (
-        report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")
-    )  # without what all labels share
+    # Without what all labels share
+    assert report.table().splitlines()[1].startswith("q_proj.weight query head 0  ")
     assert report.table(80).splitlines()[1].startswith("q_pro…head 0  ")
     assert report.rows()[0]["block"] == "model.layers.0.self_attn.q_proj.weight query head 0"
 

@@ -134,9 +134,8 @@ def test_several_batches_weighted_by_tokens(model):
     def together():
         return (8 * batches[0]() + 3 * batches[1]()) / 11
 
-    closures = (
-        (lambda b=b, n=n: (b(), n)) for b, n in zip(batches, (8, 3))
-    )  # a generator: it can be used once
+    # A generator: it can be used once
+    closures = ((lambda b=b, n=n: (b(), n)) for b, n in zip(batches, (8, 3)))
     found, expected = (
         loss_difference(model, closures, update),
         loss_difference(model, together, update),

@@ -480,6 +480,5 @@ def test_what_is_printed(tmp_path, text, capsys):
     assert lines[13].split() == ["block", "top", "1", "top", "2"]
     assert lines[-1].startswith("loss")
     assert captured.err == ""
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [
-        "model"
-    ]  # no files unless asked for
+    # No files unless asked for
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]

@@ -109,9 +109,8 @@ class AttentionHessian:
 
     def __matmul__(self, v):
         def one(v):
-            return vjp(grad(self.loss), self.point)[1](v)[
-                0
-            ]  # forward mode scripts, of which torch warns
+            # Forward mode scripts, of which torch warns
+            return vjp(grad(self.loss), self.point)[1](v)[0]
 
         return one(v) if v.ndim == 1 else vmap(one, in_dims=1, out_dims=1)(v)
 

@@ -110,9 +110,8 @@ def test_theorem_3_1(causal):
         assert_close(p.c / p.dk * p.query_side.T @ middle @ p.query_side, exact("query", "query"))
         assert_close(p.c / root * left @ p.query_side, exact("value", "query"))
         assert_close(p.c / p.dk * p.query_side.T @ middle @ p.key_side, exact("query", "key"))
-        assert_close(
-            p.c / p.dk * p.key_side.T @ middle @ p.key_side, exact("key", "key")
-        )  # not printed: by symmetry
+        # Not printed: by symmetry
+        assert_close(p.c / p.dk * p.key_side.T @ middle @ p.key_side, exact("key", "key"))
         assert_close(p.c / root * left @ p.key_side, exact("value", "key"))
 
 
@@ -158,9 +157,8 @@ def test_definition_3_1_moments_by_sampling_every_token():
         )
         assert_close(attention_moment(p.A, p.X, 3)[i].flatten(0, -2), third)
     one_hot = torch.eye(p.L, dtype=torch.float64)
-    assert (
-        float(attention_moment(one_hot, p.X, 2).abs().max()) == 0
-    )  # a row that sees one token has no spread
+    # A row that sees one token has no spread
+    assert float(attention_moment(one_hot, p.X, 2).abs().max()) == 0
     assert float(attention_moment(one_hot, p.X, 3).abs().max()) == 0
 
 
@@ -171,9 +169,8 @@ def test_lemma_b_1_and_c_1_derivatives_of_softmax():
         assert_close(softmax_jacobian(p.A), jacrev(softmax)(T))
         exact = jacrev(jacrev(softmax))(T)  # (L², L², L²): entry, then both scores
         assert_close(softmax_hessian(p.A), exact.flatten(0, 1))
-        wrong = (
-            softmax_hessian(p.A).view(p.L, p.L, p.L, p.L, p.L, p.L).transpose(1, 2)
-        )  # e_j in the place of e_i
+        # e_j in the place of e_i
+        wrong = softmax_hessian(p.A).view(p.L, p.L, p.L, p.L, p.L, p.L).transpose(1, 2)
         assert float((wrong.reshape(p.L**4, p.L**2) - exact.flatten(0, 1)).abs().max()) > 1e-3
         assert_close(softmax_row_hessian(p.A[0]), jacrev(jacrev(lambda t: t.softmax(-1)))(p.T[0]))
 
@@ -205,9 +202,10 @@ def test_remark_e_1_jacobians_of_many_heads():
         start = slices["query"].start + h * n
         assert_close(J[:, start : start + n], lifted @ kron(X, X @ W_K) / math.sqrt(dk))
         start = slices["value"].start + h * n
+        # ∂F/∂W_V ∂W_V/∂W_O
         assert_close(
             J[:, start : start + n], kron(A @ X, eye(3)) @ kron(eye(d), W_U.T.contiguous())
-        )  # ∂F/∂W_V ∂W_V/∂W_O
+        )
         start = slices["output"].start + h * 6
         assert_close(J[:, start : start + 6], kron(A @ X @ W_O, eye(3)))
 
@@ -232,9 +230,8 @@ def test_second_derivatives_of_the_layer():
         assert_close(kron(eye(p.L), p.S) @ p.Z1 @ p.query_side / root, phi("value", "query"))
         mixed = kron(lifted @ kron(p.Z1, eye(p.d)) @ p.S, eye(p.dk)) / root
         assert_close(queries @ p.key_side + mixed, phi("query", "key"))
-        assert (
-            float((p.c * queries @ p.query_side - phi("query", "query")).abs().max()) > 1e-4
-        )  # as printed
+        # As printed
+        assert float((p.c * queries @ p.query_side - phi("query", "query")).abs().max()) > 1e-4
 
 
 def test_lemma_b_1_jacobians():

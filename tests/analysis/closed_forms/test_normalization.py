@@ -192,9 +192,8 @@ class KroneckerForms:
         U = -kron(P, P.T)
         dP = root * U @ E @ N @ R
         vec_P, vec_I = P.reshape(-1, 1), eye(d).reshape(-1, 1)
-        inverse = (
-            U @ E @ (diagonal * N @ R)
-        )  # ∂(D⁻¹) = -(D⁻¹ ⊗ D⁻ᵀ) ∂D, where ∂D has the factor in question
+        # ∂(D⁻¹) = -(D⁻¹ ⊗ D⁻ᵀ) ∂D, where ∂D has the factor in question
+        inverse = U @ E @ (diagonal * N @ R)
         dU = (
             -kron(eye(L), commutation(L, L), eye(L))
             @ (kron(eye(L * L), vec_P) + kron(vec_P, eye(L * L)))

@@ -162,9 +162,8 @@ def test_a_bias_on_the_score_shrinks_the_bulk_and_stretches_the_outliers(seed):
     bulk, outlier = sweep(ScalarAttention(*sink_data(seed)), range(13), "score")
     assert (bulk.diff() < 0).all()
     assert (outlier.diff() > 0).all()
-    torch.testing.assert_close(
-        outlier[-1], torch.tensor(2 * 1.5**2).double(), rtol=1e-3, atol=0
-    )  # 2⟨x_1²⟩
+    # 2⟨x_1²⟩
+    torch.testing.assert_close(outlier[-1], torch.tensor(2 * 1.5**2).double(), rtol=1e-3, atol=0)
     torch.testing.assert_close(
         bulk[10:] / bulk[9:-1], torch.full((3,), math.exp(-1)).double(), rtol=0.02, atol=0
     )

@@ -115,9 +115,8 @@ def test_xi_between_the_weights_of_the_mlp(paper):
 def test_xi_of_the_mlp_and_attention(paper, role):
     W_1, W_2 = paper.w["mlp_in"], paper.w["mlp_out"]
     into = paper.J_Y @ paper.G(role)
-    spread = kron(eye(L), commutation(M, D), eye(M)) @ kron(
-        eye(L * D), eye(M).reshape(-1, 1)
-    )  # ∂(Y ⊗ I_m)/∂Y
+    # ∂(Y ⊗ I_m)/∂Y
+    spread = kron(eye(L), commutation(M, D), eye(M)) @ kron(eye(L * D), eye(M).reshape(-1, 1))
     n_1 = W_1.numel()  # ⊗ I_{n_1} where ⊗ I_{n_k} is printed
     close(
         kron(kron(eye(L), W_2.T) @ paper.mask, eye(n_1)) @ spread @ into, paper.xi("mlp_in", role)

@@ -88,10 +88,11 @@ def test_kept_graphs_save_passes_and_are_never_stale():
             assert torch.equal(A @ v, expected)
             assert torch.equal(A @ v, expected)
             name = "layers.0.q_proj.weight"
+            # Graphs of another vector are not taken
             part, fresh = (
                 A.block(name),
                 cls(model, A._closures, names=[name]),
-            )  # graphs of another vector are not taken
+            )
             assert_near(part @ v[A.entries(name)], fresh @ v[A.entries(name)])
             assert calls[:2] == [1, 3]
             calls.clear()

@@ -30,14 +30,12 @@ from tests.helpers.optimizers import tiny_gpt, token_loss
 from tests.measure.test_loss_curvature import LOSSES, exact
 
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore", DeprecationWarning
-    )  # of torch.jit, in a library that curvlinops imports
+    # torch.jit warns, in a library that curvlinops imports
+    warnings.simplefilter("ignore", DeprecationWarning)
     import curvlinops
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script`:DeprecationWarning"
-)  # torch.func.jvp uses it
+# torch.func.jvp uses it
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 OPERATORS = (HessianOperator, GaussNewtonOperator, FunctionalOperator)
 
 

@@ -171,9 +171,8 @@ def test_density_of_each_spectrum(name):
     assert float(found.weights.sum()) == pytest.approx(1, abs=1e-13)
     assert bool((found.weights >= 0).all())
     assert bool((found.nodes.diff() >= 0).all())
-    distance = (
-        (found.nodes[:, None] - SPECTRA[name]).abs().min(1).values
-    )  # as many steps as needed: nodes are eigenvalues
+    # As many steps as needed: nodes are eigenvalues
+    distance = (found.nodes[:, None] - SPECTRA[name]).abs().min(1).values
     assert float(distance[found.weights > 1e-9].max()) < 1e-6
 
 

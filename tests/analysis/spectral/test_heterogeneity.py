@@ -68,9 +68,8 @@ def test_equals_scipy_on_smoothed_densities(axis):
     width = 0.01 * (high - low)
     grid = np.linspace(low - 6 * width, high + 6 * width, 20001)
     densities = [stats.norm.pdf(grid[:, None], loc=v, scale=width).mean(1) for v in values.values()]
-    densities = [
-        np.where(density < 1e-30, 0, density) for density in densities
-    ]  # scipy: inf for denormal ones
+    # scipy gives inf for denormal ones
+    densities = [np.where(density < 1e-30, 0, density) for density in densities]
     for i in range(3):
         for j in range(3):
             expected = distance.jensenshannon(densities[i], densities[j], base=2)
@@ -86,9 +85,8 @@ def test_a_distance():
     assert not matrix.diagonal().any()
     assert bool((matrix >= 0).all())
     assert bool((matrix <= 1).all())
-    assert bool(
-        (matrix[:, :, None] <= matrix[:, None, :] + matrix.T[None, :, :] + 1e-12).all()
-    )  # triangle inequality
+    # Triangle inequality
+    assert bool((matrix[:, :, None] <= matrix[:, None, :] + matrix.T[None, :, :] + 1e-12).all())
 
 
 @pytest.mark.parametrize("axis", ["linear", "symmetric log"])
@@ -138,9 +136,8 @@ def test_densities_and_eigenvalues_together():
     found = jensen_shannon({"exact": values, "quadrature": density, "other": -values}, width=0.03)
     assert float(found.matrix[0, 1]) < 0.1
     assert float(found.matrix[0, 2]) > 0.4
-    many = jensen_shannon(
-        {"a": values, "b": values.repeat(40)}
-    )  # more than one piece of the sum over eigenvalues
+    # More than one piece of the sum over eigenvalues
+    many = jensen_shannon({"a": values, "b": values.repeat(40)})
     assert many.mean < 1e-7
 
 

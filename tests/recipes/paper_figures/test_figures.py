@@ -132,9 +132,8 @@ def test_linear_attention_is_homogeneous():
         estimated_norms(model, inputs, targets, 0, ["query"], 3, 0)[BlockPart("outer", "query")]
         for model in models
     )
-    assert second / first == pytest.approx(
-        2.0**18, rel=1e-9
-    )  # the output is of degree 9 in the data
+    # The output is of degree 9 in the data
+    assert second / first == pytest.approx(2.0**18, rel=1e-9)
 
 
 def test_norms_of_a_linear_mlp():
@@ -200,9 +199,8 @@ def test_verdicts_follow_from_the_checks():
         "size of \\|x\\|" in replace(outcome, checks=[replace(no, what="size of |x|")]).markdown()
     )
     ours = replace(no, ours=True)
-    assert (
-        replace(outcome, checks=[yes, ours]).verdict == "not reproduced"
-    )  # the run itself went wrong
+    # The run itself went wrong
+    assert replace(outcome, checks=[yes, ours]).verdict == "not reproduced"
     assert replace(outcome, checks=[yes, replace(yes, ours=True)]).verdict == "reproduced"
     assert replace(outcome, checks=[no, replace(yes, ours=True)]).verdict == "not reproduced"
 
