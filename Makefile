@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test lint types tests wheel clean
+.PHONY: demo test lint types tests test-distributed wheel clean
 
 demo: .venv/.installed
 	$(BIN)/python recipes/compare.py
@@ -21,6 +21,10 @@ types: .venv/.installed
 # One thread per process: two processes that both want all cores spend their time waiting.
 tests: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# Many processes, kills and resumes: these start two or four processes each, so they run one by one.
+test-distributed: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed tests
 
 wheel: .venv/.installed
 	$(PIP) build

@@ -27,6 +27,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.training import OURS, flags, losses_of, read_log, run
 
+pytestmark = pytest.mark.distributed
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 STEPS = 4
