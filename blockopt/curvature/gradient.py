@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from blockopt.blocks import Blocks, block_numel, checked_blocks
+from blockopt.distributed import placed_like
 from blockopt.measure.closures import Curvature, block_dots, block_zeros, trainable_parameters
 
 
@@ -51,5 +52,6 @@ def gradient(model: nn.Module, *, blocks: Mapping[str, Blocks] | None = None) ->
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             sizes = block_numel(tuple(parameter.shape), blocks[name].split).to(parameter.device)
-            means[name] = block_dots(parameter.grad, parameter.grad, blocks[name]) / sizes
+            g = placed_like(parameter.grad, parameter)
+            means[name] = block_dots(g, g, blocks[name]) / sizes
     return means

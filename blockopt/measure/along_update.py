@@ -27,6 +27,7 @@ from blockopt.blocks import (
     sum_groups,
 )
 from blockopt.checks import check_choice
+from blockopt.distributed import placed_like
 from blockopt.measure.closures import (
     Curvature,
     Evaluation,
@@ -179,7 +180,7 @@ def _secant(
     def gradient() -> dict[str, Tensor]:
         evaluation().backward()
         gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach()
+            n: torch.zeros_like(p) if p.grad is None else placed_like(p.grad.detach(), p)
             for n, p in parameters.items()
         }
         for p in parameters.values():

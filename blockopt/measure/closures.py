@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from blockopt.blocks import Blocks, block_numel, block_sum, block_sum_along, checked_blocks
-from blockopt.distributed import is_sharded, local, sum_over_ranks
+from blockopt.distributed import Reduced, is_sharded, local, sums_over_ranks
 from blockopt.errors import NoLossError, NonFiniteError
 
 LossClosure = Callable[[], Any]
@@ -192,17 +192,17 @@ def twice_differentiable() -> Iterator[None]:
 def block_dots(x: Tensor, y: Tensor, blocks: Blocks) -> Tensor:
     """Return the inner product of two tensors over each block of a parameter of their shape.
 
-    If they are sharded, every rank gets the whole result.
+    If they are sharded, which they must be alike, every rank gets the whole result.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     product = local(x).to(dtype) * local(y).to(dtype)
-    if not is_sharded(x):
-        return block_sum(product, blocks.split)
     split = blocks.split
+    if not is_sharded(x):
+        return block_sum(product, split)
     if split is None:
-        return sum_over_ranks(product.sum().reshape(1), x, None, 1)
+        return sums_over_ranks([Reduced(product.sum().reshape(1), x, None)])[0]
     row = product.sum(dim=[d for d in range(x.ndim) if d != split.dim]) if x.ndim > 1 else product
-    return block_sum_along(sum_over_ranks(row, x, split.dim, split.length), split)
+    return block_sum_along(sums_over_ranks([Reduced(row, x, split.dim)])[0], split)
 
 
 def block_zeros(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from blockopt.blocks import Blocks, block_numel, block_sum_along
 from blockopt.checks import check_choice, check_range
-from blockopt.distributed import local, sum_over_ranks
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, decay, spread
+from blockopt.distributed import Reduced, local, sums_over_ranks
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, Work, decay, spread
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.finite_gradients import gradient_norms
 from blockopt.optim.fused import by_kind, fused_kernel_serves
@@ -96,8 +98,8 @@ class BlockAdamW(BlockOptimizer):
     ) -> dict[str, Any]:
         return new_adamw_state(parameter, blocks, group)
 
-    def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
-        return adamw_magnitudes(entries, group)
+    def _magnitudes(self, work: Work) -> list[list[Tensor]]:
+        return adamw_magnitudes(work)
 
     def _update(
         self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
@@ -125,11 +127,17 @@ def new_adamw_state(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) ->
     return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def adamw_magnitudes(entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
+def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
     """Norms of the gradients, or the mean squares of their blocks, which the update needs too."""
-    if group["second_moment"] == "coordinate":
-        return gradient_norms([entry.gradient for entry in entries])
-    return [block_mean_squares(entry.gradient, entry.blocks) for entry in entries]
+    by_block = [group["second_moment"] == "block" for group, _ in work]
+    chosen = [entry for (_, entries), block in zip(work, by_block) if block for entry in entries]
+    squares = iter(block_mean_squares([(entry.gradient, entry.blocks) for entry in chosen]))
+    return [
+        list(islice(squares, len(entries)))
+        if block
+        else gradient_norms([e.gradient for e in entries])
+        for (_, entries), block in zip(work, by_block)
+    ]
 
 
 def adamw_update(
@@ -287,18 +295,31 @@ def _denominators(
     return denominators
 
 
-def block_mean_squares(gradient: Tensor, blocks: Blocks) -> Tensor:
-    """The mean of the squared gradient over each block, whole on every rank."""
+def block_mean_squares(gradients: list[tuple[Tensor, Blocks]]) -> list[Tensor]:
+    """The mean of the squared gradients over each block, whole on every rank."""
+    rows = sums_over_ranks([_square_row(*pair) for pair in gradients])
+    return [
+        _mean_over_blocks(row, tuple(gradient.shape), blocks)
+        for row, (gradient, blocks) in zip(rows, gradients)
+    ]
+
+
+def _square_row(gradient: Tensor, blocks: Blocks) -> Reduced:
     part, split, dtype = local(gradient), blocks.split, _accumulation_dtype(gradient)
     if split is None:
         row = torch.linalg.vector_norm(part, dtype=dtype).square().reshape(1)
-        return sum_over_ranks(row, gradient, None, 1) / max(1, gradient.numel())
-    row = _square_sums(part, split.dim, dtype)
-    row = sum_over_ranks(row, gradient, split.dim, split.length)
+        return Reduced(row, gradient, None)
+    return Reduced(_square_sums(part, split.dim, dtype), gradient, split.dim)
+
+
+def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Tensor:
+    split, numel = blocks.split, math.prod(shape)
+    if split is None:
+        return row / max(1, numel)
     sums = block_sum_along(row, split)
     if split.is_even:
-        return sums / max(1, gradient.numel() // split.num_blocks)
-    return sums / block_numel(tuple(gradient.shape), split).to(sums)
+        return sums / max(1, numel // split.num_blocks)
+    return sums / block_numel(shape, split).to(sums)
 
 
 def _square_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks, expand, from_plain
 from blockopt.checks import check_choice, check_range
-from blockopt.distributed import local_part
+from blockopt.distributed import local_part, placed_like
 from blockopt.optim.finite_gradients import all_finite, gradient_norms
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
@@ -35,6 +35,9 @@ class Entry(NamedTuple):
     blocks: Blocks
     state: dict[str, Any]
     runs: list[ScaleRun] | None = None
+
+
+Work = list[tuple[dict[str, Any], list[Entry]]]  # the groups of a step, with what they update
 
 
 class BlockOptimizer(torch.optim.Optimizer, ABC):
@@ -65,9 +68,12 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     ) -> dict[str, Any]:
         """The state of a parameter before its first step, without `scale`."""
 
-    def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
-        """Tensors that are finite exactly if the gradients are; the update may use them too."""
-        return gradient_norms([entry.gradient for entry in entries])
+    def _magnitudes(self, work: Work) -> list[list[Tensor]]:
+        """Tensors that are finite exactly if the gradients are; the update may use them too.
+
+        Those of all groups at once, so that ranks that share the parameters communicate once.
+        """
+        return [gradient_norms([entry.gradient for entry in entries]) for _, entries in work]
 
     @abstractmethod
     def _update(
@@ -93,15 +99,16 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = []
+        work: Work = []
         for group in self.param_groups:
             check_learning_rate(group["lr"])
             self._init_group(group)
             entries = self._entries(group)
             if entries:
-                work.append((group, entries, self._magnitudes(entries, group)))
-        if self._usable(work):
-            for group, entries, magnitudes in work:
+                work.append((group, entries))
+        magnitudes_of_all = self._magnitudes(work)
+        if self._usable(work, magnitudes_of_all):
+            for (group, entries), magnitudes in zip(work, magnitudes_of_all):
                 self._update(entries, magnitudes, group)
         return loss
 
@@ -127,6 +134,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     f"The gradient of {name!r} is sparse. Make it dense with "
                     "nn.Embedding(..., sparse=False)."
                 )
+            gradient = placed_like(gradient, parameter)
             state = self.state[parameter]
             looks = not torch.compiler.is_compiling() and self._scaled  # in this order: no guard
             runs = self._runs_of(state["scale"], blocks, parameter) if looks else None
@@ -140,10 +148,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return self._runs[scale]
 
     @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import the compiler now
-    def _usable(self, work: list[tuple[dict[str, Any], list[Entry], list[Tensor]]]) -> bool:
+    def _usable(self, work: Work, magnitudes_of_all: list[list[Tensor]]) -> bool:
         """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
-        entries = [entry for _, some, _ in work for entry in some]
-        magnitudes = [magnitude for _, _, some in work for magnitude in some]
+        entries = [entry for _, some in work for entry in some]
+        magnitudes = [magnitude for some in magnitudes_of_all for magnitude in some]
         if not entries or all_finite([entry.parameter for entry in entries], magnitudes):
             return True
         self.nonfinite_steps += 1
@@ -154,7 +162,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             f"step number {self.nonfinite_steps} of this optimizer. No weight and no state was "
             "changed."
         )
-        if any(group["nonfinite"] == "raise" for group, _, _ in work):
+        if any(group["nonfinite"] == "raise" for group, _ in work):
             raise FloatingPointError(
                 f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to skip such steps."
             )

@@ -14,6 +14,8 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     It is the squared norm where a dot product, which reads memory faster than a norm, can serve,
     and the norm elsewhere, in float32 or better.
     """
+    if not gradients:
+        return []
     parts = [local(gradient) for gradient in gradients]
     if not torch.compiler.is_compiling() and all(_takes_a_dot_product(part) for part in parts):
         return [torch.dot(flat, flat) for flat in (part.view(-1) for part in parts)]

@@ -17,7 +17,7 @@ from blockopt.optim.adamw import (
     check_adamw_options,
     new_adamw_state,
 )
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, decay
+from blockopt.optim.base import BlockOptimizer, Entry, Parameters, Work, decay
 from blockopt.optim.finite_gradients import gradient_norms
 from blockopt.optim.newton_schulz import iteration_dtype, orthogonalize
 
@@ -117,14 +117,15 @@ class BlockMuon(BlockOptimizer):
             return {"momentum_buffer": buffer}
         return new_adamw_state(parameter, blocks, group)
 
-    def _magnitudes(self, entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:
-        matrices, others = _divide(entries)
-        found: dict[int, Tensor] = {}
-        if matrices:
-            found |= zip(matrices, gradient_norms([entries[i].gradient for i in matrices]))
-        if others:
-            found |= zip(others, adamw_magnitudes([entries[i] for i in others], group))
-        return [found[i] for i in range(len(entries))]
+    def _magnitudes(self, work: Work) -> list[list[Tensor]]:
+        divided = [_divide(entries) for _, entries in work]
+        rest = [(g, [some[i] for i in others]) for (g, some), (_, others) in zip(work, divided)]
+        found = []
+        for (_, entries), (matrices, others), sums in zip(work, divided, adamw_magnitudes(rest)):
+            norms = gradient_norms([entries[i].gradient for i in matrices])
+            by_index = dict(zip([*matrices, *others], [*norms, *sums]))
+            found.append([by_index[i] for i in range(len(entries))])
+        return found
 
     def _update(
         self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Two processes that run tasks together."""
+"""Processes that run tasks together."""
 
 import os
 import socket
@@ -12,15 +12,20 @@ from torch.distributed.tensor import DTensor
 
 def run_on_two_ranks(*tasks):
     """Run every `task(rank)`, one after another, in two processes, which take seconds to start."""
+    run_on_ranks(2, *tasks)
+
+
+def run_on_ranks(number, *tasks):
+    """Run every `task(rank)`, one after another, in as many processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_start, args=(port, tasks), nprocs=2, join=True)
+    mp.spawn(_start, args=(number, port, tasks), nprocs=number, join=True)
 
 
-def _start(rank, port, tasks):
+def _start(rank, number, port, tasks):
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(number)
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

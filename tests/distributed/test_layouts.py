@@ -1,0 +1,97 @@
+"""Training with any layout of the parameters over ranks equals training on one process."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import blockopt
+from tests.helpers import parallel_models
+from tests.helpers.optimizers import OPTIMIZERS, random_scales
+from tests.helpers.ranks import run_on_ranks, run_on_two_ranks
+from tests.helpers.ranks import whole as gathered
+
+STEPS = 3
+
+
+def trained(parallel, name):
+    """The weights after a few steps with a scale for each block."""
+    optimizer = OPTIMIZERS[name](blockopt.param_groups(parallel.model))
+    optimizer.set_block_scales(random_scales(optimizer))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parallel.loss(step).backward()
+        placed = {n: getattr(p.grad, "placements", None) for n, p in named(parallel)}
+        optimizer.step()
+        assert {n: getattr(p.grad, "placements", None) for n, p in named(parallel)} == placed
+    return {n: gathered(p.detach()) for n, p in named(parallel)}
+
+
+def named(parallel):
+    return list(parallel.model.named_parameters())
+
+
+def assert_equals_one_process(build, names=tuple(OPTIMIZERS)):
+    for name in names:
+        found, expected = trained(build(), name), trained(parallel_models.whole(), name)
+        for parameter, value in expected.items():
+            torch.testing.assert_close(
+                found[parameter],
+                value,
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda t, p=parameter, n=name: f"{build.__name__}, {n}, {p}: {t}",
+            )
+
+
+def few_collectives(mesh):
+    """Block second moments need sums over ranks, for all parameters together."""
+    parallel = parallel_models.fsdp(mesh)
+    optimizer = OPTIMIZERS["adamw-block"](blockopt.param_groups(parallel.model))
+    parallel.loss(0).backward()
+    optimizer.step()
+    with CommDebugMode() as counter:
+        optimizer.step()
+    assert 1 <= counter.get_total_counts() <= 4, counter.get_comm_counts()
+
+
+def on_two_ranks(rank):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def fsdp():
+        return parallel_models.fsdp(mesh)
+
+    def tensor_parallel():
+        return parallel_models.tensor_parallel(mesh)
+
+    def sequence_parallel():
+        return parallel_models.sequence_parallel(mesh)
+
+    for build in (fsdp, tensor_parallel, sequence_parallel, parallel_models.two_meshes):
+        assert_equals_one_process(build)
+    few_collectives(mesh)
+
+
+def on_four_ranks(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def hsdp():
+        return parallel_models.fsdp(mesh)
+
+    def tensor_parallel_and_fsdp():
+        return parallel_models.tensor_parallel_and_fsdp(mesh)
+
+    def sequence_parallel_and_fsdp():
+        return parallel_models.tensor_parallel_and_fsdp(mesh, sequence=True)
+
+    for build in (hsdp, tensor_parallel_and_fsdp, sequence_parallel_and_fsdp):
+        assert_equals_one_process(build)
+
+
+def test_two_ranks_in_every_layout_train_as_one():
+    run_on_two_ranks(on_two_ranks)
+
+
+@pytest.mark.distributed
+def test_four_ranks_in_every_layout_train_as_one():
+    run_on_ranks(4, on_four_ranks)
