@@ -1,6 +1,6 @@
 """What the blocks of a model are, and how they are grouped and shown."""
 
-from blockopt.blocks.blocks import ROLES, ROW_ROLES, Blocks, from_plain, to_plain
+from blockopt.blocks.blocks import MATRIX_ROLES, ROLES, ROW_ROLES, Blocks, from_plain, to_plain
 from blockopt.blocks.describe import describe
 from blockopt.blocks.find import checked_blocks, find_blocks, param_groups
 from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
@@ -14,6 +14,7 @@ from blockopt.blocks.split import (
 )
 
 __all__ = [
+    "MATRIX_ROLES",
     "ROLES",
     "ROW_ROLES",
     "BlockGroup",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from blockopt.blocks.split import Split
 
 ROLES = (
-    *("embedding", "position", "query", "key", "value", "output"),
-    *("mlp_in", "mlp_gate", "mlp_out", "norm", "bias", "head", "other"),
+    *("embedding", "position", "query", "key", "value", "output", "gate"),
+    *("mlp_in", "mlp_gate", "mlp_out", "router", "norm", "bias", "head", "other"),
 )
-ROW_ROLES = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out")
+ROW_ROLES = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out", "router")
+MATRIX_ROLES = frozenset(
+    {"query", "key", "value", "output", "gate", "mlp_in", "mlp_gate", "mlp_out"}
+)
 
 
 class Blocks(NamedTuple):
@@ -44,7 +49,7 @@ class Blocks(NamedTuple):
         once = tuple(
             role for role, parts in zip(self.roles, self.split.parts) for _ in range(parts)
         )
-        return once * (1 if self.split.pooled else self.split.repeat)
+        return once * (self.split.num_blocks // len(once))
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless these blocks fit a parameter of `shape`."""
@@ -59,6 +64,30 @@ class Blocks(NamedTuple):
             )
         if self.split is not None:
             self.split.check(shape)
+
+    def hidden_matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """What a parameter of `shape` is to Muon: `(number, rows, columns)` of hidden matrices.
+
+        A stack of experts is a batch of matrices; any other tensor of more than two dimensions,
+        such as a 1x1 convolution, is one matrix with its later dimensions flattened. The matrices
+        of the sections of a split are parts of these. None stands for a parameter that is no hidden
+        matrix, such as an embedding, a norm or a vector.
+
+        Example:
+            >>> Blocks(("mlp_in",), split=Split(1, (32,), (32,), stack=8)).hidden_matrices(
+            ...     (8, 32, 16)
+            ... )
+            (8, 32, 16)
+            >>> Blocks(("query",)).hidden_matrices((64, 64, 1, 1))
+            (1, 64, 64)
+            >>> Blocks(("norm",)).hidden_matrices((64,)) is None
+            True
+        """
+        if not set(self.roles) <= MATRIX_ROLES or sum(size > 1 for size in shape) < 2:
+            return None
+        stack = 1 if self.split is None else self.split.stack
+        rows = shape[1] if stack > 1 else shape[0]
+        return stack, rows, torch.Size(shape).numel() // max(1, stack * rows)
 
 
 def to_plain(blocks: Blocks) -> tuple[Any, ...]:
@@ -75,5 +104,5 @@ def from_plain(plain: tuple[Any, ...]) -> Blocks:
     roles, layer, split = plain
     if split is None:
         return Blocks(tuple(roles), layer)
-    dim, sizes, parts, repeat, pooled = split
-    return Blocks(tuple(roles), layer, Split(dim, tuple(sizes), tuple(parts), repeat, pooled))
+    dim, sizes, parts, *rest = split  # a checkpoint of an earlier version has no `stack`
+    return Blocks(tuple(roles), layer, Split(dim, tuple(sizes), tuple(parts), *rest))

@@ -74,7 +74,7 @@ def find_blocks(
         >>> blocks["self_attn.in_proj_weight"].block_roles
         ('query', 'query', 'key', 'key', 'value', 'value')
         >>> blocks["self_attn.out_proj.weight"].split
-        Split(dim=1, sizes=(16,), parts=(2,), repeat=1, pooled=False)
+        Split(dim=1, sizes=(16,), parts=(2,))
     """
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")

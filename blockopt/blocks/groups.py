@@ -93,7 +93,7 @@ def per_block(values: list[Any], entry: Blocks) -> Tensor:
     if entry.split is None:
         return torch.tensor(values)
     once = torch.tensor(values).repeat_interleave(torch.tensor(entry.split.parts))
-    return once.repeat(1 if entry.split.pooled else entry.split.repeat)
+    return once.repeat(entry.num_blocks // len(once))
 
 
 def by_name(values: Tensor, blocks: Mapping[str, Blocks]) -> dict[str, Tensor]:

@@ -129,22 +129,25 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 class Reduced(NamedTuple):
-    """A vector that a rank has computed from the local part of a parameter.
+    """Sums that a rank has computed from the local part of a parameter.
 
     Attributes:
-        part: Reduced over all dimensions of the local part except `dim`, or over all of them for
-            `dim=None`.
+        part: Reduced over all dimensions of the local part except `dims`; of length 1 if there are
+            none.
         like: The parameter.
-        dim: The dimension of `like` that `part` runs along.
+        dims: The dimensions of `like` that `part` has, in their order.
     """
 
     part: Tensor
     like: Tensor
-    dim: int | None
+    dims: tuple[int, ...]
 
 
 def sums_over_ranks(vectors: Sequence[Reduced]) -> list[Tensor]:
-    """The whole of each vector, on every rank, with one sum over ranks for all of one layout."""
+    """The whole of each part, on every rank, with one sum over ranks for all of one layout.
+
+    Those of sharded parameters come flattened to vectors.
+    """
     if not any(is_sharded(vector.like) for vector in vectors):
         return [vector.part for vector in vectors]
     return _sums_of_shards(vectors)
@@ -171,16 +174,18 @@ def _sums_of_shards(vectors: Sequence[Reduced]) -> list[Tensor]:
 
 
 def _widened(vector: Reduced) -> Tensor:
-    """The part at its place in the whole vector, with zeros elsewhere."""
-    part, like, dim = vector
-    if dim is None:
-        return part
-    whole = part.new_zeros(like.shape[dim])
-    position = 0
-    for start, end in local_stretches(like, dim):
-        whole[start:end] = part[position : position + end - start]
-        position += end - start
-    return whole
+    """The part at its place in the whole, with zeros elsewhere, as a vector."""
+    whole = vector.part
+    for axis, dim in enumerate(vector.dims):
+        part, position = whole, 0
+        whole = part.new_zeros(
+            [*part.shape[:axis], vector.like.shape[dim], *part.shape[axis + 1 :]]
+        )
+        for start, end in local_stretches(vector.like, dim):
+            piece = part.narrow(axis, position, end - start)
+            whole.narrow(axis, start, end - start).copy_(piece)
+            position += end - start
+    return whole.reshape(-1)
 
 
 def meshes(parameters: Sequence[Tensor]) -> Iterator[Any]:

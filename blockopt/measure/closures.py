@@ -200,9 +200,10 @@ def block_dots(x: Tensor, y: Tensor, blocks: Blocks) -> Tensor:
     if not is_sharded(x):
         return block_sum(product, split)
     if split is None:
-        return sums_over_ranks([Reduced(product.sum().reshape(1), x, None)])[0]
-    row = product.sum(dim=[d for d in range(x.ndim) if d != split.dim]) if x.ndim > 1 else product
-    return block_sum_along(sums_over_ranks([Reduced(row, x, split.dim)])[0], split)
+        return sums_over_ranks([Reduced(product.sum().reshape(1), x, ())])[0]
+    others = [d for d in range(x.ndim) if d not in split.dims]
+    row = product.sum(dim=others) if others else product
+    return block_sum_along(sums_over_ranks([Reduced(row, x, split.dims)])[0], split)
 
 
 def block_zeros(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:

@@ -308,8 +308,8 @@ def _square_row(gradient: Tensor, blocks: Blocks) -> Reduced:
     part, split, dtype = local(gradient), blocks.split, _accumulation_dtype(gradient)
     if split is None:
         row = torch.linalg.vector_norm(part, dtype=dtype).square().reshape(1)
-        return Reduced(row, gradient, None)
-    return Reduced(_square_sums(part, split.dim, dtype), gradient, split.dim)
+        return Reduced(row, gradient, ())
+    return Reduced(_square_sums(part, split.dims, dtype), gradient, split.dims)
 
 
 def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Tensor:
@@ -322,14 +322,14 @@ def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Te
     return sums / block_numel(shape, split).to(sums)
 
 
-def _square_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Sums of squares over all dimensions but `dim`."""
-    if x.ndim == 1:
+def _square_sums(x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Sums of squares over all dimensions but `dims`."""
+    others = [d for d in range(x.ndim) if d not in dims]
+    if not others:
         return x.to(dtype).square()
-    if dim == 0:
-        norms: Tensor = torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)), dtype=dtype)
+    if dims[0] == 0:  # as rows of a matrix, or of each matrix of a stack
+        norms: Tensor = torch.linalg.vector_norm(x, dim=others, dtype=dtype)
         return norms.square()
-    others = [d for d in range(x.ndim) if d != dim]
     if torch.compiler.is_compiling() or x.numel() == 0:
         return x.to(dtype).square().sum(dim=others)
     # On a CPU norms of columns take ten times as long as norms of rows. Squares of slabs, added up

@@ -21,7 +21,6 @@ from blockopt.optim.base import BlockOptimizer, Entry, Parameters, Work, decay
 from blockopt.optim.finite_gradients import gradient_norms
 from blockopt.optim.newton_schulz import iteration_dtype, orthogonalize
 
-MATRIX_ROLES = frozenset({"query", "key", "value", "output", "mlp_in", "mlp_gate", "mlp_out"})
 # Entries orthogonalized in one batch: enough to fill the device, few enough to bound memory.
 CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
 
@@ -140,7 +139,7 @@ class BlockMuon(BlockOptimizer):
 
 def is_hidden_matrix(parameter: Tensor, blocks: Blocks) -> bool:
     """Whether Muon takes the parameter."""
-    return parameter.ndim == 2 and set(blocks.roles) <= MATRIX_ROLES
+    return parameter.ndim == 2 and blocks.hidden_matrices(tuple(parameter.shape)) is not None
 
 
 def _divide(entries: list[Entry]) -> tuple[list[int], list[int]]:

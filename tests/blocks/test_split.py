@@ -41,6 +41,17 @@ CASES = {
     "middle of three": ((3, 4, 5), Split(1, (4,), (2,))),
     "last of three": ((1, 1, 8), Split(2, (8,), (4,))),
     "last of three, uneven": ((2, 3, 10), Split(2, (6, 4), (3, 1))),
+    "stack, whole matrices": ((3, 4, 5), Split(1, (4,), (1,), stack=3)),
+    "stack, rows": ((3, 4, 5), Split(1, (4,), (4,), stack=3)),
+    "stack, columns": ((3, 4, 5), Split(2, (5,), (5,), stack=3)),
+    "stack, fused": ((3, 8, 5), Split(1, (4, 4), (4, 1), stack=3)),
+    "stack, fused, stored input first": ((3, 5, 8), Split(2, (4, 4), (2, 2), stack=3)),
+    "stack, interleaved": ((3, 5, 8), Split(2, (1, 1), (1, 1), repeat=4, stack=3)),
+    "stack, interleaved, pooled": (
+        (3, 5, 8),
+        Split(2, (1, 1), (1, 1), repeat=4, pooled=True, stack=3),
+    ),
+    "stack, biases": ((3, 8), Split(1, (4, 4), (4, 4), stack=3)),
     "convolution": ((4, 3, 2, 2), Split(0, (4,), (2,))),
 }
 
@@ -93,11 +104,11 @@ def test_expand_gives_every_entry_the_value_of_its_block(case):
     assert torch.equal(wide.expand(shape), values[index])
 
 
-def test_expand_stays_a_vector_along_the_dimension_that_is_cut(case):
+def test_expand_stays_short_along_the_dimensions_that_are_not_cut(case):
     shape, split, _, count = case
     expected = [1] * len(shape)
-    if split is not None:
-        expected[split.dim] = shape[split.dim]
+    for dim in () if split is None else split.dims:
+        expected[dim] = shape[dim]
     assert list(expand(torch.zeros(count), split, len(shape)).shape) == expected
 
 
@@ -122,6 +133,8 @@ def test_is_even_says_whether_all_blocks_have_one_size(case):
         (Split(0, (4, 0), (1, 1)), r"positive multiple of its parts"),
         (Split(0, (4,), (2,), repeat=0), r"repeat at least 1"),
         (Split(0, (2,), (2,)), r"cover 2 of the 4 entries in dimension 0 .* of shape \(4, 6\)"),
+        (Split(1, (6,), (2,), stack=3), r"Invalid stack=3 with dim=1 .* of shape \(4, 6\)"),
+        (Split(0, (4,), (2,), stack=4), r"Invalid stack=4 with dim=0"),
         (Split(1, (4,), (2,), repeat=2), r"cover 8 of the 6 entries in dimension 1"),
     ],
 )

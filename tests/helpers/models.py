@@ -316,4 +316,7 @@ def block_index(shape: tuple[int, ...], split: Any) -> Tensor:
             block += parts
     for position, block in enumerate(along):
         index.select(split.dim, position).fill_(block)
+    if split.stack > 1:
+        count = split.num_blocks // split.stack
+        index += count * torch.arange(split.stack).reshape(-1, *[1] * (len(shape) - 1))
     return index

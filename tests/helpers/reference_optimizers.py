@@ -17,7 +17,7 @@ def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
     """The number of the block that each entry of a parameter belongs to, counted entry by entry."""
     if blocks.split is None:
         return torch.zeros(shape, dtype=torch.long)
-    dim, sizes, parts, repeat, pooled = blocks.split
+    dim, sizes, parts, repeat, pooled, stack = blocks.split
     along, next_block = [], 0
     for _ in range(repeat):
         if pooled:
@@ -28,7 +28,10 @@ def block_ids(shape: tuple[int, ...], blocks: Blocks) -> Tensor:
                 next_block += 1
     view = [1] * len(shape)
     view[dim] = shape[dim]
-    return torch.tensor(along).view(view).expand(shape)
+    ids = torch.tensor(along).view(view).expand(shape).clone()
+    for number in range(stack) if stack > 1 else ():  # every matrix has blocks of its own
+        ids[number] += number * next_block
+    return ids
 
 
 class Reference(ABC):
