@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import blockopt
+from blockopt.blocks import per_block
 from recipes.common.optimizers import build_optimizer
 from recipes.common.training import Training
 from recipes.comparison.controls import SHUFFLE_SEED, ShuffledBlockLR, controlled
@@ -90,6 +91,9 @@ def _others() -> Iterator[Arm]:
     yield Arm("adam-mini", "Adam-mini", about, "adam-mini", adam)
     about = "torch.optim.Muon on matrices, fused ones as a whole; AdamW on the rest"
     yield Arm("muon", "Muon", about, "muon", (MUON_LR, DECAY))
+    about = "torch.optim.Muon with free learning rates for embeddings and for 1-D parameters"
+    space = (MUON_LR, *RATIOS, DECAY)
+    yield Arm("muon-groups", "Muon, 3 learning rates", about, "muon", space)
     yield Arm("soap", "SOAP", "SOAP: Adam in the eigenbasis of Shampoo", "soap", adam)
 
 
@@ -164,20 +168,25 @@ def build(
     Args:
         arm: What to train with.
         model: What to train.
-        values: One value for each of the arm's hyperparameters.
+        values: One value for each of the arm's hyperparameters; and for arms of blockopt, under
+            `ROLE_scale`, multipliers of the learning rate of a role.
         steps: Length of the run, over which refreshes are spread.
         seed: For the samples that curvature draws.
 
     Raises:
         ValueError: If a value is missing or unknown.
     """
-    if sorted(values) != sorted(arm.names):
+    scales = {n.removesuffix("_scale"): v for n, v in values.items() if n.endswith("_scale")}
+    given = sorted(name for name in values if not name.endswith("_scale"))
+    if given != sorted(arm.names):
         raise ValueError(
-            f"Invalid hyperparameters {sorted(values)} of {arm.name}. Must be {sorted(arm.names)}."
+            f"Invalid hyperparameters {given} of {arm.name}. Must be {sorted(arm.names)}."
         )
     decay = SHIPPED_DECAY if arm.shipped else values["weight_decay"]
     optimizer = build_optimizer(arm.optimizer, model, values["lr"], weight_decay=decay)
     _scale_groups(optimizer, model, values)
+    if scales:
+        set_role_scales(optimizer, model, scales)
     if arm.scales is None:
         return Training(model, optimizer, None)
     if arm.scales == "ratios":
@@ -193,6 +202,16 @@ def build(
     every = max(1, steps // REFRESHES)
     options = {"curvature": arm.scales, "every": every, "power": power, "seed": seed}
     return Training(model, optimizer, kind(optimizer, model, **options))
+
+
+def set_role_scales(optimizer: Any, model: nn.Module, scales: Mapping[str, float]) -> None:
+    """Multiply the learning rate of whole roles, in an optimizer of blockopt."""
+    blocks = blockopt.find_blocks(model)
+    by_role = {
+        name: per_block([scales.get(role, 1.0) for role in entry.roles], entry)
+        for name, entry in blocks.items()
+    }
+    optimizer.set_block_scales(by_role)
 
 
 def _scale_groups(

@@ -1,0 +1,133 @@
+"""How much could block learning rates gain? Multiply that of each role, and train to the end.
+
+    python recipes/sensitivity.py                                       a quarter of an hour
+    python recipes/sensitivity.py --optimizers block-adamw --size 1M --steps 1200 --seeds 3
+    python recipes/sensitivity.py --data corpus/                        another corpus
+
+Writes `sensitivity.json` and `sensitivity.png`, the change of the final loss by each multiplier
+against all scales 1. Finished runs are kept and read, so the same command goes on after a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import Future, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from recipes.common.checkpoints import run_lock
+from recipes.common.errors import one_line_errors
+from recipes.common.files import write_whole
+from recipes.common.flags import script_parser
+from recipes.common.gpt2 import PRESETS
+from recipes.comparison import role_scales
+from recipes.comparison.role_scales import Case
+from recipes.comparison.run_config import DataConfig
+from recipes.comparison.runs import RunResult, provenance
+from recipes.comparison.studies import Study
+from recipes.comparison.workers import workers
+from recipes.data.token_data import add_cache_argument
+
+
+def main() -> None:
+    """Run all cases that are not finished yet, print the table, write the data and the picture."""
+    options = arguments().parse_args()
+    console = Console()
+    with one_line_errors():
+        study = chosen_study(options)
+        finals = run_all(study, options, console)
+    rows = [
+        row
+        for optimizer in options.optimizers
+        for row in role_scales.differences(finals, optimizer, options.seeds)
+    ]
+    show(rows, console)
+    data = study.data.source.rstrip("/").rsplit("/", 1)[-1]
+    title = f"GPT-2 of {options.size}, {data}, {study.steps:,} steps, {options.seeds} seeds"
+    about = {"title": title, "learning rates": role_scales.OPTIMIZERS, **provenance()}
+    kept = [{n: v for n, v in row.items() if v == v} for row in rows]
+    write_whole(options.out / "sensitivity.json", json.dumps({"about": about, "rows": kept}))
+    role_scales.draw(rows, title).savefig(options.out / "sensitivity.png", dpi=130)
+    console.print(f"Wrote {options.out / 'sensitivity.json'} and sensitivity.png beside it.")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the flags."""
+    parser = script_parser(__doc__)
+    names = list(role_scales.OPTIMIZERS)
+    parser.add_argument("--optimizers", nargs="+", choices=names, default=names[:2], metavar="NAME")
+    parser.add_argument("--size", choices=list(PRESETS), default="0.5M", help="of the model")
+    parser.add_argument("--steps", type=int, default=300, help="length of each run")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
+    parser.add_argument("--data", default="stdlib", help="as for recipes/prepare_data.py")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
+    parser.add_argument("--out", type=Path, default=Path("results/sensitivity"), help="folder")
+    add_cache_argument(parser)
+    return parser
+
+
+def chosen_study(options: argparse.Namespace) -> Study:
+    """Return the protocol that the flags ask for."""
+    model = PRESETS[options.size]
+    study = Study(
+        options.size,
+        tuple(options.optimizers),
+        model,
+        DataConfig(options.data, None, model.vocab_size),
+        steps=options.steps,
+        lengths=(1.0,),
+        batch_size=options.batch_size,
+        budget=1,
+        seeds=options.seeds,
+        length_seeds=1,
+        baseline=options.optimizers[0],
+    )
+    return replace(study.prepared(options.cache), evaluation=64)
+
+
+def run_all(
+    study: Study, options: argparse.Namespace, console: Console
+) -> dict[tuple[Case, int], float]:
+    """Return the final loss of each case and seed."""
+    wanted = [
+        (case, seed)
+        for seed in range(options.seeds)
+        for optimizer in options.optimizers
+        for case in role_scales.cases(optimizer)
+    ]
+    finals: dict[tuple[Case, int], float] = {}
+    with (
+        run_lock(options.out),
+        Progress(console=console) as progress,
+        workers(options.workers, options.out / "runs", provenance()) as submit,
+    ):
+        task = progress.add_task("runs", total=len(wanted))
+        places: dict[Future[RunResult], tuple[Case, int]] = {}
+        for case, seed in wanted:
+            lr = role_scales.OPTIMIZERS[case.optimizer]
+            places[submit(role_scales.config(study, case, lr, seed))] = (case, seed)
+        for future in as_completed(places):
+            finals[places[future]] = future.result().final
+            progress.advance(task)
+    return finals
+
+
+def show(rows: list[dict[str, object]], console: Console) -> None:
+    """Print the change of the loss, one row per group of roles."""
+    multipliers = [f"×{multiplier:g}" for multiplier in role_scales.MULTIPLIERS]
+    table = Table("optimizer", "roles", *multipliers, title="Change of the final loss, nats")
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        for roles in role_scales.ROLE_GROUPS:
+            own = [r for r in rows if (r["optimizer"], r["roles"]) == (optimizer, roles)]
+            table.add_row(str(optimizer), roles, *(f"{row['mean']:+.3f}" for row in own))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Sensitivity to each role's learning rate: the runs, the scales they set, table and picture."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes import sensitivity
+from recipes.common.gpt2 import GPT2, GPT2Config
+from recipes.comparison import role_scales
+from recipes.comparison.arms import ARMS, build
+from recipes.comparison.role_scales import Case, cases, differences
+
+TINY = GPT2Config(vocab_size=256, context=16, width=16, depth=1, heads=2)
+
+
+def test_every_role_of_a_gpt_is_in_one_group():
+    import blockopt
+
+    roles = {role for blocks in blockopt.find_blocks(GPT2(TINY)).values() for role in blocks.roles}
+    grouped = [role for group in role_scales.ROLE_GROUPS.values() for role in group]
+    assert roles == set(grouped)
+    assert len(grouped) == len(set(grouped))
+
+
+@pytest.mark.parametrize("optimizer", role_scales.OPTIMIZERS)
+def test_a_run_multiplies_its_roles_and_no_other(optimizer):
+    values = {"lr": 0.1, "weight_decay": 0.1, "query_scale": 4.0, "key_scale": 4.0}
+    training = build(ARMS[optimizer], GPT2(TINY), values, steps=2, seed=0)
+    scales = training.optimizer.block_scales()
+    fused = next(s for name, s in scales.items() if name.endswith("c_attn.weight"))
+    assert fused.tolist() == [4.0] * 4 + [1.0] * 2
+    assert all(bool((s == 1).all()) for name, s in scales.items() if "c_attn" not in name)
+
+
+def test_differences_are_paired_by_seed():
+    finals = {(case, seed): 3.0 + seed for case in cases("block-muon") for seed in range(3)}
+    finals |= {(Case("block-muon", "value", 4.0), seed): 2.9 + seed for seed in range(3)}
+    finals[Case("block-muon", "output", 2.0), 1] = float("inf")  # a run that diverged
+    rows = {(r["roles"], r["multiplier"]): r for r in differences(finals, "block-muon", 3)}
+    assert rows["value", 4.0]["mean"] == pytest.approx(-0.1)
+    assert rows["value", 4.0]["high"] == pytest.approx(-0.1)
+    assert rows["value", 0.5]["mean"] == 0
+    assert rows["output", 2.0]["mean"] == float("inf")
+
+
+def test_the_script_writes_data_and_a_picture_and_reads_finished_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sensitivity.PRESETS, "0.5M", replace(TINY, vocab_size=300))
+    monkeypatch.setattr(role_scales, "MULTIPLIERS", (2.0,))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    options = ["--steps", "2", "--optimizers", "block-sgd", "--workers", "1", "--data", str(corpus)]
+    options += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["sensitivity.py", *options])
+    torch.manual_seed(0)
+    sensitivity.main()
+    first = json.loads((tmp_path / "out" / "sensitivity.json").read_text())["rows"]
+    assert [row["roles"] for row in first] == list(role_scales.ROLE_GROUPS)
+    assert any(row["mean"] != 0 for row in first)
+    assert (tmp_path / "out" / "sensitivity.png").stat().st_size > 10_000
+    monkeypatch.setattr("recipes.comparison.runs.train", None)  # would fail if a run was repeated
+    sensitivity.main()
+    assert json.loads((tmp_path / "out" / "sensitivity.json").read_text())["rows"] == first
