@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from blockopt.distributed.ranks import num_ranks
+
 Stretches = list[tuple[int, int]]  # from (included) to (excluded) along one dimension
 
 
@@ -197,8 +199,15 @@ def meshes(parameters: Sequence[Tensor]) -> Iterator[Any]:
     yield from dict.fromkeys(p.device_mesh for p in sharded)  # type: ignore[attr-defined]
 
 
-def largest_over_ranks(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The largest value of a scalar over the ranks that share sharded parameters."""
+def largest_over_ranks(
+    value: Tensor, parameters: Sequence[Tensor], everywhere: bool = False
+) -> Tensor:
+    """The largest value of a scalar over the ranks that share sharded parameters, or over all."""
+    if everywhere and num_ranks() > 1:
+        mesh = next(meshes(parameters), None)
+        shared = value.detach().clone().to(value.device if mesh is None else mesh.device_type)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.to(value.device)
     for mesh in meshes(parameters):
         shared = value.detach().clone().to(mesh.device_type)
         for dim in range(mesh.ndim):

@@ -46,7 +46,8 @@ class BlockAdamW(BlockOptimizer):
         maximize: Ascend instead of descend.
         nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
             `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
-            first time. Weights and state are untouched in both cases.
+            first time. Weights and state are untouched in both cases. With `"skip"` all ranks of
+            the default process group decide alike, so all of them must call `step`.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `second_moment="block"` without blocks.

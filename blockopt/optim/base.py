@@ -152,17 +152,21 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
         entries = [entry for _, some in work for entry in some]
         magnitudes = [magnitude for some in magnitudes_of_all for magnitude in some]
-        if not entries or all_finite([entry.parameter for entry in entries], magnitudes):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        skips = any(group["nonfinite"] == "skip" for group in self.param_groups)
+        if all_finite(parameters, magnitudes, everywhere=skips):
             return True
         self.nonfinite_steps += 1
         bad = [e.name for e, m in zip(entries, magnitudes) if not bool(torch.isfinite(m).all())]
         names = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
-        message = (
-            f"Non-finite gradient in {len(bad)} of {len(entries)} parameters ({names}), refused "
-            f"step number {self.nonfinite_steps} of this optimizer. No weight and no state was "
-            "changed."
+        where = (
+            f"in {len(bad)} of {len(entries)} parameters ({names})" if bad else "on another rank"
         )
-        if any(group["nonfinite"] == "raise" for group, _ in work):
+        message = (
+            f"Non-finite gradient {where}, refused step number {self.nonfinite_steps} of this "
+            "optimizer. No weight and no state was changed."
+        )
+        if any(group["nonfinite"] == "raise" for group in self.param_groups):
             raise FloatingPointError(
                 f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to skip such steps."
             )

@@ -30,13 +30,27 @@ def _takes_a_dot_product(tensor: Tensor) -> bool:
     return wide and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def all_finite(parameters: list[Tensor], magnitudes: list[Tensor]) -> bool:
-    """Whether the magnitudes are finite on all ranks that share the parameters.
+def all_finite(parameters: list[Tensor], magnitudes: list[Tensor], everywhere: bool) -> bool:
+    """Whether the magnitudes are finite on all ranks that must decide alike.
+
+    These are the ranks that share sharded parameters, and with `everywhere` all of them: replicas
+    (DDP) of which one would step and another would not are no replicas any more.
 
     This waits for the device. It is the only place of a step that does.
+
+    Args:
+        parameters: Of the optimizer, with or without a gradient: every rank asks the others in the
+            same order, even one that has no gradient.
+        magnitudes: Of the gradients.
+        everywhere: Whether all ranks decide alike; all must ask then.
     """
+    if not parameters:
+        return True
     by_device: dict[torch.device, list[Tensor]] = {}
     for magnitude in magnitudes:
         by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
-    broken = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
-    return not any(bool(largest_over_ranks(flag, parameters)) for flag in broken)
+    flags = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
+    flag = flags[0] if flags else torch.zeros((), device=parameters[0].device)
+    for other in flags[1:]:
+        flag = torch.maximum(flag, other.to(flag.device))
+    return not bool(largest_over_ranks(flag, parameters, everywhere))

@@ -15,7 +15,7 @@ from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
 from blockopt.curvature.gauss_newton import gauss_newton
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
-from tests.helpers.ranks import run_on_two_ranks, shard, whole
+from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, shard, whole
 
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
@@ -33,12 +33,6 @@ def take_steps(model, optimizer, block_lr, rank, steps=range(STEPS), broken=()):
         block_lr.step(
             lambda step=step, factor=factor: factor * token_loss(model, seed=100 + 2 * step + rank)
         )
-
-
-def assert_equal_on_ranks(tensor):
-    ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, tensor.contiguous())
-    assert all(torch.equal(ranks[0], other) for other in ranks)
 
 
 def scales_of(block_lr):

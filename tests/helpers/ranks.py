@@ -47,3 +47,10 @@ def shard(model):
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal_on_ranks(tensor):
+    """All ranks hold the same bits."""
+    ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, tensor.contiguous())
+    assert all(torch.equal(ranks[0], other) for other in ranks)

@@ -1,0 +1,80 @@
+"""A gradient that is broken on one rank only: all ranks take the same decision."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import blockopt
+from tests.helpers import parallel_models
+from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
+from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks
+
+
+def replicas_skip_together(rank):
+    """A user's own edit after the reduction breaks the gradient of rank 1."""
+    warnings.simplefilter("ignore")
+    for name in OPTIMIZERS:
+        model = DistributedDataParallel(tiny_gpt())
+        optimizer = OPTIMIZERS[name](blockopt.param_groups(model), nonfinite="skip")
+        for step in range(3):
+            optimizer.zero_grad()
+            token_loss(model, seed=2 * step + rank).backward()
+            if step == 1 and rank == 1:
+                next(model.parameters()).grad[0] = float("nan")
+            optimizer.step()
+        assert optimizer.nonfinite_steps == 1
+        for p in model.parameters():
+            assert_equal_on_ranks(p.detach())
+
+
+def a_rank_without_gradients_takes_part(rank):
+    """Rank 1 has nothing to do in this step, and must still hear that rank 0 refuses."""
+    warnings.simplefilter("ignore")
+    model = tiny_gpt()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), nonfinite="skip")
+    if rank == 0:
+        token_loss(model).backward()
+        next(model.parameters()).grad[0] = float("inf")
+    optimizer.step()
+    assert optimizer.nonfinite_steps == 1
+
+
+def shards_on_two_meshes_refuse_together(rank):
+    parallel = parallel_models.two_meshes()
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(parallel.model))
+    parallel.loss(0).backward()
+    if rank == 1:
+        parallel.model.layers[0].mlp.up_proj.weight.grad.to_local()[0] = float("nan")
+    try:
+        optimizer.step()
+    except FloatingPointError as error:
+        where = "another rank" if rank == 0 else r"layers.0.mlp.up_proj.weight"
+        assert where in str(error)  # noqa: PT017
+    assert optimizer.nonfinite_steps == 1
+
+
+def skipping_is_agreed_across_replicas_of_shards(rank):
+    """Two tensor-parallel meshes of one rank each, as replicas: no mesh holds both."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))["tensor"]
+    parallel = parallel_models.tensor_parallel(mesh)
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(parallel.model), nonfinite="skip")
+    parallel.loss(0).backward()
+    if rank == 1:
+        parallel.model.norm.weight.grad[0] = float("nan")
+    optimizer.step()
+    assert optimizer.nonfinite_steps == 1
+    dist.barrier()
+    assert torch.isfinite(parallel.model.norm.weight).all()
+
+
+def test_two_ranks_decide_alike():
+    run_on_two_ranks(
+        replicas_skip_together,
+        a_rank_without_gradients_takes_part,
+        shards_on_two_meshes_refuse_together,
+        skipping_is_agreed_across_replicas_of_shards,
+    )
