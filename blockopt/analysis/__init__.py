@@ -10,6 +10,7 @@ matplotlib. The guide is README.md in this folder.
 
 from blockopt.analysis.block_report import Probes, measure_block
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
+from blockopt.analysis.closed_forms.attention_module import attention_hessian
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
 from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian
 from blockopt.analysis.closed_forms.growth import fit_exponent, growth
@@ -18,7 +19,9 @@ from blockopt.analysis.closed_forms.linear_network import LinearNetworkHessian
 from blockopt.analysis.closed_forms.normalization import Normalization
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.closed_forms.positionwise_loss import PositionwiseLoss
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.scalar_attention import ScalarAttention
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
 from blockopt.analysis.closed_forms.transformer_bounds import (
@@ -46,17 +49,20 @@ __all__ = [
     "FeedForwardHessian",
     "FunctionalOperator",
     "GaussNewtonOperator",
+    "HeadNorm",
     "HessianOperator",
     "KroneckerSum",
     "LinearNetworkHessian",
     "Normalization",
     "PositionwiseLoss",
     "Probes",
+    "RotaryPositions",
     "ScalarAttention",
     "SelfAttentionHessian",
     "SquaredError",
     "TransformerBlockHessian",
     "attention_bounds",
+    "attention_hessian",
     "attention_moment",
     "block_mass",
     "bound_table",

@@ -22,6 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm, ScoreVectors
+
 ROLES = ("query", "query_key", "key", "value", "output")
 SCORE_ROLES = ("query", "query_key", "key")
 
@@ -30,17 +33,32 @@ class Factor(NamedTuple):
     """The Jacobian of one head's output at each position by one weight: a vector times a matrix.
 
     Attributes:
-        vector: Over the rows or the columns of the weight, (B, L, p).
+        vector: Over the rows or the columns of the weight, (B, L, p). None if the Jacobian is no
+            such product; `core` is the whole of it then.
         core: Over the other index, (B, L, d, r), where d is the width of the head's output before
             the output matrix. None is the identity.
         vector_first: Whether the vector belongs to the rows of the weight.
         projected: Whether the head's output matrix follows; it does not for that matrix itself.
     """
 
-    vector: Tensor
+    vector: Tensor | None
     core: Tensor | None
     vector_first: bool
     projected: bool
+
+    def jacobian(self, width: int) -> Tensor:
+        """Return the whole Jacobian, (B L, d, n), for an output of the given width d."""
+        if self.vector is None:
+            assert self.core is not None
+            return self.core.flatten(0, 1)
+        vector, core = self.vector.flatten(0, 1), self.core
+        if core is None:
+            core = torch.eye(width, dtype=vector.dtype, device=vector.device).unsqueeze(0)
+        else:
+            core = core.flatten(0, 1)
+        if self.vector_first:
+            return (vector[:, None, :, None] * core.unsqueeze(2)).flatten(2)
+        return (core.unsqueeze(3) * vector[:, None, None, :]).flatten(2)
 
 
 class HeadWeights(NamedTuple):
@@ -62,19 +80,25 @@ class HeadWeights(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become attention.
+    """How queries and keys become scores, and scores attention.
 
     Attributes:
         visible: Whether a position sees another, bool, (B, L, L).
         added: What is added to the scores, (B, L, L), or None.
         scale: The factor of the scores.
         softmax: Whether attention is the softmax of the scores, rather than the scores themselves.
+        query_norm: The norm of the queries, or None.
+        key_norm: The norm of the keys, or None.
+        rotary: The rotations of queries and keys by their positions, or None.
     """
 
     visible: Tensor
     added: Tensor | None
     scale: float
     softmax: bool
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+    rotary: RotaryPositions | None = None
 
 
 class AttentionHead:
@@ -88,14 +112,14 @@ class AttentionHead:
 
     def __init__(self, X: Tensor, weights: HeadWeights, scoring: Scoring) -> None:
         by_query, by_key, by_value = weights.biases
-        self.x, self.query, self.value = (
-            X,
-            X @ weights.query + by_query,
-            X @ weights.value + by_value,
-        )
-        self.key = X if weights.key is None else X @ weights.key + by_key
+        self.x, self.value = X, X @ weights.value + by_value
+        keys = X if weights.key is None else X @ weights.key + by_key
+        queries = X @ weights.query + by_query
+        self.queries = ScoreVectors(queries, scoring.query_norm, scoring.rotary)
+        self.keys = ScoreVectors(keys, scoring.key_norm, scoring.rotary)
+        self.query, self.key = self.queries.value, self.keys.value
         self.W_V, self.W_U = weights.value, weights.output
-        self.visible, added, self.scale, self.softmax = scoring
+        self.visible, added, self.scale, self.softmax = scoring[:4]
         scores = self.scale * self.query @ self.key.mT
         scores = scores if added is None else scores + added
         if self.softmax:
@@ -194,7 +218,9 @@ class AttentionHead:
             moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
             covariance = self.covariance(moved, "x" if row == "key" else "key")
             pattern = "nb,ne,nca" if row == "key" else "na,ne,ncb"
-            return _sum(pattern, vectors[row], other, self.scale * covariance, scratch)
+            return sum_over_positions(
+                pattern, vectors[row], other, self.scale * covariance, scratch
+            )
         rows, columns = (
             self.W_V.shape if role == "value" else (self.W_V.shape[1], g.shape[-1])
             for role in (row, column)
@@ -222,6 +248,13 @@ class AttentionHead:
         return self.scale * torch.einsum("bia,bij,bjc->ac", self.x, w, self.x)
 
 
+def outer_block(left: Factor, right: Factor, curvature: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `J_leftᵀ Λ J_right` of whole Jacobians, by the entries of both weights."""
+    J_left, J_right = left.jacobian(curvature.shape[-2]), right.jacobian(curvature.shape[-1])
+    middle = (curvature.flatten(0, 1) @ J_right).flatten(0, 1)
+    return (J_left.flatten(0, 1).mT @ middle).view(shape)
+
+
 def outer_matrices(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
     """Return `core_leftᵀ Λ_i core_right`, (B, L, r, s), for Λ (B, L, d_left, d_right)."""
     middle = curvature if left.core is None else left.core.mT @ curvature
@@ -234,7 +267,9 @@ def assemble(
     """Sum over positions both vectors times a matrix, by the entries of both weights."""
     rows, columns = "ab" if left.vector_first else "ba", "ce" if right.vector_first else "ec"
     pattern = f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}"
-    return _sum(pattern, left.vector, right.vector, matrices, scratch)
+    assert left.vector is not None
+    assert right.vector is not None
+    return sum_over_positions(pattern, left.vector, right.vector, matrices, scratch)
 
 
 def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
@@ -243,7 +278,7 @@ def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
     return block
 
 
-def _sum(
+def sum_over_positions(
     pattern: str, left: Tensor, right: Tensor, matrices: Tensor, scratch: Tensor | None
 ) -> Tensor:
     """Return the einsum `pattern` over all positions n to abce, as a view of a matrix product.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.attention_head import AttentionHead, HeadWeights, Scoring
 from blockopt.analysis.closed_forms.checks import check_number, check_tensors
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
+from blockopt.analysis.closed_forms.transformed_head import TransformedHead
 from blockopt.analysis.memory import check_memory
 from blockopt.checks import check_choice
 
@@ -21,15 +24,16 @@ Parametrization = Literal["query_key", "single"]
 class AttentionMap:
     """Self-attention as a function of its weights: its output and its first two derivatives.
 
-    Every head has weights of its own. Keys that several heads share (GQA) and rotated ones (RoPE)
-    are not covered; a `HessianOperator` takes both.
+    Several heads may share keys and values (GQA). Queries and keys may be rotated by their
+    positions (RoPE) and normalized (QK-norm).
 
     Args:
         X: Tokens, (L, d) or (B, L, d).
         W_Q: Query weights, (d, dk), or (H, d, dk) for H heads; for "single" the matrix W_QK, (d, d)
             or (H, d, d).
-        W_K: Key weights, of the shape of W_Q; None for "single".
-        W_V: Value weights, (d, dv) or (H, d, dv).
+        W_K: Key weights, (d, dk), or (G, d, dk) if H = G g heads share them in groups of g
+            neighbours; None for "single".
+        W_V: Value weights, (d, dv) or (G, d, dv).
         W_U: The output matrix of each head, (dv, d_out) or (H, dv, d_out), or None. The paper's
             Appendix E calls our W_V its W_O, and writes W_V for the product `W_V W_U`.
         mask: Bool, True where a position (row) sees another (column), or numbers to add to the
@@ -38,8 +42,17 @@ class AttentionMap:
             temperature t divides it.
         activation: "softmax", or "linear" for `A = T`, without softmax.
         parametrization: "query_key" for scores `X W_Q W_Kᵀ Xᵀ`, "single" for `X W_QK Xᵀ`.
-        biases: Added to "query", "key" and "value", each (dk,) or (H, dk), as GPT-2 has them. They
-            are constants here, without blocks of their own.
+        biases: Added to "query", "key" and "value", each (dk,) or one for each head, and to
+            "output", (d_out,), as GPT-2 has them. They are constants here, without blocks of their
+            own.
+        rotary: Rotations of queries and keys by their positions.
+        norms: Norms of "query" and "key", before the rotations. Their gains are constants here.
+
+    Attributes:
+        output: (B, L, d_out).
+        roles: "query", "key", "value" and "output", or "query_key" in the place of the first two.
+        shapes: The shape of one weight of each role.
+        counts: How many weights of each role there are: keys and values may be fewer.
 
     Raises:
         ValueError: If shapes do not fit, or if a position sees nothing.
@@ -58,76 +71,107 @@ class AttentionMap:
         activation: Activation = "softmax",
         parametrization: Parametrization = "query_key",
         biases: Mapping[str, Tensor] | None = None,
+        rotary: RotaryPositions | None = None,
+        norms: Mapping[str, HeadNorm] | None = None,
     ) -> None:
-        single = parametrization == "single"
+        single, norms, biases = parametrization == "single", norms or {}, biases or {}
         _check_options(W_K, activation, parametrization)
+        _check_norms(norms, rotary, single)
         X = X.detach().unsqueeze(0) if X.ndim == 2 else X.detach()
         if X.ndim != 3:
             raise ValueError(f"Invalid X of shape {tuple(X.shape)}. Must be (L, d) or (B, L, d).")
         weights = {"W_Q": W_Q, "W_K": W_K, "W_V": W_V, "W_U": W_U}
-        named = {f"bias of {role}": b for role, b in (biases or {}).items()}
+        named = {f"bias of {role}": b for role, b in biases.items()}
         given = {name: weight for name, weight in weights.items() if weight is not None}
         check_tensors({"X": X} | given | named)
         stacked = {name: _stacked(name, weight) for name, weight in given.items()}
         self.num_heads = len(stacked["W_Q"])
+        groups = len(stacked["W_V" if single else "W_K"])
+        if single or self.num_heads % groups:
+            groups = self.num_heads
         width, out_width = X.shape[-1], stacked["W_U"].shape[-1] if "W_U" in stacked else 0
         key_width, value_width = (stacked[name].shape[-1] for name in ("W_Q", "W_V"))
         expected = {
             "W_Q": (self.num_heads, width, width if single else key_width),
-            "W_K": (self.num_heads, width, key_width),
-            "W_V": (self.num_heads, width, value_width),
+            "W_K": (groups, width, key_width),
+            "W_V": (groups, width, value_width),
             "W_U": (self.num_heads, value_width, out_width),
         }
         for name, weight in stacked.items():
             if weight.shape != expected[name]:
-                shared = ""
-                if len(weight) < self.num_heads:
-                    shared = " For heads that share keys and values, give the sum over them."
+                groups_fit = " Heads that share keys must be a multiple of these." * (
+                    name == "W_K" and len(weight) != groups
+                )
                 raise ValueError(
                     f"Invalid {name} of shape {tuple(weight.shape)}. Must be {expected[name]}."
-                    f"{shared}"
+                    f"{groups_fit}"
                 )
         scale = (1.0 if single else 1 / math.sqrt(key_width)) if scale is None else float(scale)
-        scoring = Scoring(*_read_mask(mask, X, activation), scale, activation == "softmax")
+        softmax = activation == "softmax"
+        scoring = Scoring(*_read_mask(mask, X, activation), scale, softmax)
+        scoring = scoring._replace(
+            query_norm=norms.get("query"), key_norm=norms.get("key"), rotary=rotary
+        )
+        if rotary is not None:
+            rotary.check(X, key_width)
+        counts = {"query": self.num_heads, "key": groups, "value": groups}
         widths = {"query": key_width, "key": key_width, "value": value_width}
-        added = zip(*_read_biases(biases or {}, single, self.num_heads, widths))
+        added = zip(*_read_biases(biases, single, self.num_heads, counts, widths))
         none = [None] * self.num_heads
-        by_head = zip(*(stacked.get(name, none) for name in weights), added)
-        self.heads = [AttentionHead(X, HeadWeights(*one), scoring) for one in by_head]
-        self.scale, self.X, self.biased = scale, X, bool({"query", "key"} & (biases or {}).keys())
+        by_head = zip(*(_by_head(stacked.get(name, none), none) for name in weights), added)
+        self.transformed = rotary is not None or bool(norms)
+        kind = TransformedHead if self.transformed else AttentionHead
+        self.heads = [kind(X, HeadWeights(*one), scoring) for one in by_head]
+        self.scale, self.X = scale, X
+        # Softmax does not see a bias of the keys, which adds the same to all scores of a query.
+        seen = {"query"} if softmax else {"query", "key"}
+        self.biased = bool(seen & biases.keys())
         scores = ("query_key",) if single else ("query", "key")
         self.roles = (*scores, "value", *(("output",) if W_U is not None else ()))
         names = {"query_key": "W_Q", "query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_U"}
         self.shapes = {role: tuple(stacked[names[role]].shape[1:]) for role in self.roles}
+        self.counts = {role: counts.get(role, self.num_heads) for role in self.roles}
         self.output = torch.stack([head.output for head in self.heads]).sum(0)
+        if "output" in biases:
+            if biases["output"].shape != self.output.shape[-1:]:
+                raise ValueError(
+                    f"Invalid bias of output of shape {tuple(biases['output'].shape)}. Must be "
+                    f"{tuple(self.output.shape[-1:])}."
+                )
+            self.output = self.output + biases["output"].detach()
 
     def size(self, role: str) -> int:
         """Return the number of entries of a weight in one head."""
         check_choice("role", role, self.roles)
         return math.prod(self.shapes[role])
 
-    def jacobian(self, role: str, head: int | None = None) -> Tensor:
-        """Return the derivative of the output by a weight, (B L d_out, n), of one head or all."""
-        if head is None:
-            return torch.cat([self.jacobian(role, number) for number in range(self.num_heads)], 1)
-        check_number("head", head, self.num_heads)
-        check_memory(self.output.numel(), self.size(role), self.X.dtype, self.X.device)
-        factor, W_U = self.heads[head].factor(role), self.heads[head].W_U
-        core = factor.core
-        positions = factor.vector.shape[:2]
-        if factor.projected and W_U is not None:
-            core = W_U.mT.expand(*positions, *W_U.mT.shape) if core is None else W_U.mT @ core
-        if core is None:
-            core = torch.eye(self.output.shape[-1], dtype=self.X.dtype, device=self.X.device)
-            core = core.expand(*positions, *core.shape)
-        pattern = "na,nob->noab" if factor.vector_first else "nb,noa->noab"
-        jacobian = torch.einsum(pattern, factor.vector.flatten(0, 1), core.flatten(0, 1))
-        return jacobian.reshape(self.output.numel(), -1)
+    def heads_of(self, role: str, number: int) -> range:
+        """Return the heads that use a weight: one, or a group that shares keys and values."""
+        size = self.num_heads // self.counts[role]
+        return range(number * size, (number + 1) * size)
+
+    def jacobian(self, role: str, number: int | None = None) -> Tensor:
+        """Return the derivative of the output by a weight, (B L d_out, n), or by all of a role."""
+        if number is None:
+            self.size(role)  # raises if there is none
+            return torch.cat([self.jacobian(role, n) for n in range(self.counts[role])], 1)
+        size = self.size(role)
+        check_number("head", number, self.counts[role])
+        check_memory(self.output.numel(), size, self.X.dtype, self.X.device)
+        total = self.X.new_zeros(self.output.numel(), size)
+        for head in (self.heads[h] for h in self.heads_of(role, number)):
+            factor, W_U = head.factor(role), head.W_U
+            width = self.output.shape[-1]
+            if factor.projected and W_U is not None:
+                core = W_U.mT.expand(*self.X.shape[:2], *W_U.mT.shape)
+                factor = factor._replace(core=core if factor.core is None else core @ factor.core)
+            total.view(-1, width, size).add_(factor.jacobian(width))
+        return total
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
-        """Return `Σ g · ∂²F / ∂W_row ∂W_column`, (H n_row, H n_column).
+        """Return `Σ g · ∂²F / ∂W_row ∂W_column` of all weights of both roles.
 
-        It is zero between different heads (Appendix E).
+        It is zero between weights that no head has in common (Appendix E).
         """
         sizes = self.size(row), self.size(column)
         if g.shape[-2:] != self.output.shape[-2:] or g.numel() != self.output.numel():
@@ -136,13 +180,13 @@ class AttentionMap:
                 f"{tuple(self.output.shape)}."
             )
         g = g.reshape(self.output.shape)
-        gradients = [head.score_gradient(head.before_output(g)) for head in self.heads]
-        blocks = [
-            head.functional(row, column, g, w).reshape(sizes)
-            for head, w in zip(self.heads, gradients)
-        ]
-        whole: Tensor = torch.block_diag(*blocks)
-        return whole
+        counts = self.counts[row], self.counts[column]
+        whole = g.new_zeros(counts[0], sizes[0], counts[1], sizes[1])
+        for number, head in enumerate(self.heads):
+            block = head.functional(row, column, g, head.score_gradient(head.before_output(g)))
+            i, j = (number * count // self.num_heads for count in counts)
+            whole[i, :, j] += block.reshape(sizes)
+        return whole.flatten(0, 1).flatten(1)
 
 
 def _check_options(W_K: Tensor | None, activation: str, parametrization: str) -> None:
@@ -164,11 +208,33 @@ def _stacked(name: str, weight: Tensor) -> Tensor:
     return weight.detach().unsqueeze(0) if weight.ndim == 2 else weight.detach()
 
 
+def _by_head(weights: Sequence[Tensor | None] | Tensor, heads: Sequence[None]) -> list[Any]:
+    """Return the weight of each head, the same for all heads of a group."""
+    return [weights[number * len(weights) // len(heads)] for number in range(len(heads))]
+
+
+def _check_norms(
+    norms: Mapping[str, HeadNorm], rotary: RotaryPositions | None, single: bool
+) -> None:
+    unknown = sorted(norms.keys() - {"query", "key"})
+    if unknown:
+        raise ValueError(f"Invalid norms {unknown}. Must be of query and key.")
+    if single and (norms or rotary is not None):
+        raise ValueError(
+            "A single matrix W_QK leaves no queries and keys to rotate or normalize. Give W_Q and "
+            "W_K."
+        )
+
+
 def _read_biases(
-    biases: Mapping[str, Tensor], single: bool, heads: int, widths: Mapping[str, int]
+    biases: Mapping[str, Tensor],
+    single: bool,
+    heads: int,
+    counts: Mapping[str, int],
+    widths: Mapping[str, int],
 ) -> list[list[Tensor | float]]:
     """Return what is added to the queries, keys and values of each head."""
-    allowed = ("value",) if single else tuple(widths)
+    allowed = ("value", "output") if single else (*widths, "output")
     unknown = sorted(biases.keys() - set(allowed))
     if unknown:
         raise ValueError(f"Invalid biases {unknown}. Must be of {', '.join(allowed)}.")
@@ -178,10 +244,11 @@ def _read_biases(
         if bias is None:
             found.append([0.0] * heads)
             continue
-        if bias.shape != (heads, width) and (bias.shape != (width,) or heads > 1):
+        wanted = (counts[role], width)
+        if bias.shape != wanted and (bias.shape != (width,) or counts[role] > 1):
             given = tuple(bias.shape)
-            raise ValueError(f"Invalid bias of {role} of shape {given}. Must be {(heads, width)}.")
-        found.append(list(bias.detach().reshape(heads, width)))
+            raise ValueError(f"Invalid bias of {role} of shape {given}. Must be {wanted}.")
+        found.append(_by_head(bias.detach().reshape(wanted), [None] * heads))
     return found
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 
 PROJECTIONS = ("query", "key", "value")
 ATTENTION_ROLES = (*PROJECTIONS, "output", *(f"{role}_bias" for role in (*PROJECTIONS, "output")))
@@ -26,6 +28,8 @@ FIRST_ROLES = ("first_gain", "first_bias")
 class BiasedAttention:
     """Self-attention by roles, with the derivatives of its output.
 
+    Heads may share keys and values in groups, as in `AttentionMap`.
+
     Args:
         X: Tokens (B, L, d); with a norm before attention, normalized, but without its gain and
             bias.
@@ -34,10 +38,19 @@ class BiasedAttention:
             "first_gain", "first_bias" (d,). Others are not read.
         mask: See `AttentionMap`.
         scale: See `AttentionMap`.
+        rotary: See `AttentionMap`.
+        norms: See `AttentionMap`.
     """
 
     def __init__(
-        self, X: Tensor, weights: Mapping[str, Tensor], mask: Tensor | None, scale: float | None
+        self,
+        X: Tensor,
+        weights: Mapping[str, Tensor],
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        rotary: RotaryPositions | None = None,
+        norms: Mapping[str, HeadNorm] | None = None,
     ) -> None:
         self.roles = tuple(role for role in (*ATTENTION_ROLES, *FIRST_ROLES) if role in weights)
         self._W = {
@@ -64,6 +77,8 @@ class BiasedAttention:
             W_U=weights.get("output"),
             mask=mask,
             scale=scale,
+            rotary=rotary,
+            norms=norms,
         )
         self.output = self._map.output + weights.get("output_bias", 0)
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockopt.analysis.closed_forms.factored_block import FactoredBlock
+
 
 class PositionMatrices(Protocol):
     """The symmetric matrices `E_i` of all positions i."""
@@ -97,7 +99,7 @@ class SharedMatrix:
         return self._E.square().sum().expand(self.count, self.count)
 
 
-class KroneckerSum:
+class KroneckerSum(FactoredBlock):
     """`Σ_i a_i a_iᵀ ⊗ E_i`, or `Σ_i E_i ⊗ a_i a_iᵀ`: a symmetric operator on vectors.
 
     Args:
@@ -114,9 +116,7 @@ class KroneckerSum:
 
     def __init__(self, vectors: Tensor, matrices: PositionMatrices, vector_first: bool) -> None:
         self._vectors, self._matrices, self._vector_first = vectors, matrices, vector_first
-        size = vectors.shape[1] * matrices.size
-        self.shape = (size, size)
-        self.dtype, self.device = vectors.dtype, vectors.device
+        super().__init__(vectors.shape[1] * matrices.size, vectors.dtype, vectors.device)
 
     def trace(self) -> Tensor:
         """Return the trace."""
@@ -131,18 +131,7 @@ class KroneckerSum:
         """Return the sum of the squares of all entries."""
         return ((self._vectors @ self._vectors.mT).square() * self._matrices.inner_products()).sum()
 
-    def frobenius(self) -> Tensor:
-        """Return the Frobenius norm."""
-        return self.squared_frobenius().clamp(min=0).sqrt()
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        """Return `H v` for v of shape (p r,) or (p r, k)."""
-        n = self.shape[0]
-        if v.ndim not in (1, 2) or v.shape[0] != n:
-            raise ValueError(
-                f"Invalid vector of shape {tuple(v.shape)}. Must be ({n},) or ({n}, k)."
-            )
-        columns = v.reshape(v.shape[0], -1)
+    def _product(self, columns: Tensor) -> Tensor:
         p, r, k = self._vectors.shape[1], self._matrices.size, columns.shape[1]
         if self._vector_first:
             z = (self._vectors @ columns.view(p, r * k)).unflatten(1, (r, k))
@@ -150,4 +139,4 @@ class KroneckerSum:
         else:
             z = torch.einsum("np,rpk->nrk", self._vectors, columns.view(r, p, k))
             result = torch.einsum("np,nrk->rpk", self._vectors, self._matrices.product(z))
-        return result.reshape(v.shape)
+        return result.reshape(columns.shape)

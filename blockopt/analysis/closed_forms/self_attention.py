@@ -14,13 +14,17 @@ from blockopt.analysis.closed_forms.attention_head import (
     Factor,
     add_on_diagonal,
     assemble,
+    outer_block,
     outer_matrices,
 )
 from blockopt.analysis.closed_forms.attention_map import Activation, AttentionMap, Parametrization
 from blockopt.analysis.closed_forms.checks import check_number
-from blockopt.analysis.closed_forms.key_matrices import KeyMatrices
-from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices, SharedMatrix
+from blockopt.analysis.closed_forms.factored_attention import factored_attention
+from blockopt.analysis.closed_forms.factored_block import FactoredBlock
 from blockopt.analysis.closed_forms.output_loss import OutputLoss, SquaredError
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
+from blockopt.analysis.closed_forms.transformed_head import TransformedHead
 from blockopt.analysis.memory import check_memory
 from blockopt.checks import check_choice
 
@@ -55,8 +59,9 @@ class SelfAttentionHessian:
     Args:
         X: Tokens, (L, d) or (B, L, d).
         W_Q: Query weights, (d, dk), or (H, d, dk) for H heads; for "single" the matrix W_QK.
-        W_K: Key weights; None for "single".
-        W_V: Value weights, (d, dv) or (H, d, dv).
+        W_K: Key weights, (d, dk), or (G, d, dk) if the heads share them in G groups; None for
+            "single".
+        W_V: Value weights, (d, dv) or (G, d, dv).
         Y: Target of the squared error, of the shape of the output. Either this or `loss`.
         loss: `SquaredError(Y)` or `CrossEntropy(W, targets)` on top of the layer.
         W_U: Output matrix of each head, (dv, d_out) or (H, dv, d_out); see `AttentionMap`.
@@ -66,7 +71,9 @@ class SelfAttentionHessian:
             `score_functional` ones as `1 / t`.
         activation: "softmax" or "linear".
         parametrization: "query_key" or "single".
-        biases: Constants added to "query", "key" and "value"; see `AttentionMap`.
+        biases: Constants added to "query", "key", "value" and "output"; see `AttentionMap`.
+        rotary: Rotations of queries and keys by their positions (RoPE).
+        norms: Norms of "query" and "key" (QK-norm); see `AttentionMap`.
 
     Example:
         >>> X, W = torch.eye(2), torch.eye(2)
@@ -92,6 +99,8 @@ class SelfAttentionHessian:
         activation: Activation = "softmax",
         parametrization: Parametrization = "query_key",
         biases: Mapping[str, Tensor] | None = None,
+        rotary: RotaryPositions | None = None,
+        norms: Mapping[str, HeadNorm] | None = None,
     ) -> None:
         if (Y is None) == (loss is None):
             raise ValueError(
@@ -106,12 +115,15 @@ class SelfAttentionHessian:
             activation=activation,
             parametrization=parametrization,
             biases=biases,
+            rotary=rotary,
+            norms=norms,
         )
         if loss is None:
             assert Y is not None
             loss = SquaredError(Y.to(self.attention.X))
         self.loss = loss
         self.roles, self.num_heads = self.attention.roles, self.attention.num_heads
+        self.counts = self.attention.counts
         self.gradient_of_output = self.loss.gradient(self.attention.output)
         heads = self.attention.heads
         self.score_gradients = [
@@ -132,6 +144,7 @@ class SelfAttentionHessian:
             column: Another, or the same.
             part: Which part of the Hessian.
             heads: The head of each; by default all heads one after another, (H n_row, H n_column).
+                Keys and values that heads share are counted by group: `counts` has their number.
         """
         check_choice("part", part, get_args(Part))
         for role in (row, column):
@@ -141,11 +154,11 @@ class SelfAttentionHessian:
                 f"Invalid heads={heads!r}. Must be two numbers, one for the row and one for the "
                 "column."
             )
-        for head in heads or ():
-            check_number("head", head, self.num_heads)
-        numbers = range(self.num_heads)
-        rows = [(row, head) for head in (numbers if heads is None else heads[:1])]
-        columns = [(column, head) for head in (numbers if heads is None else heads[1:])]
+        for role, head in zip((row, column), heads or ()):
+            check_number("head", head, self.counts[role])
+        every = {role: range(self.counts[role]) for role in (row, column)}
+        rows = [(row, head) for head in (every[row] if heads is None else heads[:1])]
+        columns = [(column, head) for head in (every[column] if heads is None else heads[1:])]
         factors = self._factors({*rows, *columns})
         sizes, X = (self.attention.size(row), self.attention.size(column)), self.attention.X
         check_memory(len(rows) * sizes[0], len(columns) * sizes[1], X.dtype, X.device)
@@ -163,7 +176,7 @@ class SelfAttentionHessian:
             ValueError: If it does not fit into memory; `factored` does.
         """
         check_choice("part", part, get_args(Part))
-        places = [(role, head) for role in self.roles for head in range(self.num_heads)]
+        places = [(role, n) for role in self.roles for n in range(self.counts[role])]
         factors, X = self._factors(places), self.attention.X
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
         check_memory(offsets[-1], offsets[-1], X.dtype, X.device)
@@ -180,41 +193,20 @@ class SelfAttentionHessian:
                 whole[columns, rows] = second.view(target.mT.shape).copy_(copied.mT)
         return whole
 
-    def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
+    def factored(self, role: str, head: int = 0, part: Part = "full") -> FactoredBlock:
         """Return a diagonal block as an operator that is never built.
 
         It has a trace, a diagonal, a Frobenius norm and products with vectors.
 
         Args:
             role: The role of the weight.
-            head: The number of the head.
+            head: The number of the head, or of the group for keys and values that heads share.
             part: "outer", "functional" or "full".
         """
         check_choice("part", part, ("outer", "functional", "full"))
         self.attention.size(role)
-        check_number("head", head, self.num_heads)
-        one = self.attention.heads[head]
-        if role == "key":
-            of_keys = KeyMatrices(one, self._curvature(head), self.score_gradients[head], part)
-            return KroneckerSum(one.query.flatten(0, 1), of_keys, False)
-        vectors = one.factor(role).vector.flatten(0, 1)
-        if role in ("value", "output"):
-            if role == "value":
-                curvature = self._curvature(head)
-            else:
-                curvature = self.loss.curvature(self.attention.output)
-            if part == "functional":
-                curvature = torch.zeros_like(curvature[:1, :1]).expand_as(curvature)
-            if curvature.stride()[:2] == (0, 0):  # the same for all positions
-                return KroneckerSum(vectors, SharedMatrix(curvature[0, 0], len(vectors)), True)
-            return KroneckerSum(vectors, Matrices(curvature), True)
-        matrices = self.attention.X.new_zeros(())
-        if part != "functional":
-            factor = one.factor(role)
-            matrices = outer_matrices(factor, factor, self._curvature(head))
-        if part != "outer":
-            matrices = matrices + one.functional_matrices(role, role, self.score_gradients[head])
-        return KroneckerSum(one.x.flatten(0, 1), Matrices(matrices), True)
+        check_number("head", head, self.counts[role])
+        return factored_attention(self.attention, self.loss, self.score_gradients, role, head, part)
 
     def score_functional_spectrum(self, head: int = 0) -> Tensor:
         """Return the eigenvalues of the "score_functional" part, ascending.
@@ -253,14 +245,16 @@ class SelfAttentionHessian:
             raise ValueError(
                 "Queries and keys are one matrix here: there is no functional part at the scores."
             )
+        if self.attention.transformed or self.counts["key"] < self.num_heads:
+            raise ValueError(
+                "This closed form is for heads with keys of their own, neither rotated nor "
+                "normalized. Build the part with `block` and decompose it."
+            )
 
     def _factors(self, places: Iterable[Place]) -> dict[Place, Factor]:
-        return {place: self.attention.heads[place[1]].factor(place[0]) for place in places}
-
-    def _curvature(self, head: int) -> Tensor:
-        """Return `W_U Λ_i W_Uᵀ`, the curvature of the loss before the output matrix of a head."""
-        W_U = self.attention.heads[head].W_U
-        return self.loss.curvature(self.attention.output, W_U, W_U)
+        """Return the Jacobians of each role and head that use these weights."""
+        used = [(role, h) for role, n in places for h in self.attention.heads_of(role, n)]
+        return {(role, h): self.attention.heads[h].factor(role) for role, h in used}
 
     def _block(
         self,
@@ -270,25 +264,48 @@ class SelfAttentionHessian:
         part: Part,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """Return the block of two weights by the entries of both; `scratch` has room for two."""
+        """Return the block of two weights by the entries of both; `scratch` has room for two.
+
+        For weights that heads share, it is the sum of the blocks between these heads.
+        """
+        at_scores = left[0] in SCORE_ROLES and right[0] in SCORE_ROLES
+        if part.startswith("score") and not at_scores:
+            raise ValueError(
+                f"Invalid part={part!r} for {left[0]!r}, {right[0]!r}: at the scores there are "
+                "queries and keys only."
+            )
+        one, two = (
+            [(role, h) for h in self.attention.heads_of(role, n)] for role, n in (left, right)
+        )
+        pairs = list(itertools.product(one, two))
+        if self.attention.transformed:
+            blocks = [self._between_transformed(*pair, factors, part) for pair in pairs]
+        elif len(pairs) == 1:
+            return self._between(left, right, factors, part, scratch)
+        else:
+            blocks = [self._between(*pair, factors, part, None) for pair in pairs]
+        return torch.stack(blocks).sum(0)
+
+    def _between(
+        self,
+        left: Place,
+        right: Place,
+        factors: Mapping[Place, Factor],
+        part: Part,
+        scratch: Tensor | None,
+    ) -> Tensor:
+        """Return the block of the weights of two heads."""
         first, second = (None, None) if scratch is None else scratch
         (row, head), (column, other) = left, right
         shape = self.attention.shapes[row] + self.attention.shapes[column]
         at_scores = row in SCORE_ROLES and column in SCORE_ROLES
-        if part.startswith("score") and not at_scores:
-            raise ValueError(
-                f"Invalid part={part!r} for {row!r}, {column!r}: at the scores there are queries "
-                "and keys only."
-            )
-        one, two, w = *(self.attention.heads[n] for n in (head, other)), self.score_gradients[head]
+        one, w = self.attention.heads[head], self.score_gradients[head]
         if part == "functional" and head == other:
             return one.functional(row, column, self.gradient_of_output, w, first)
         if part in ("functional", "score_functional"):
             entries = w.new_zeros(shape)
         else:
-            left_end = one.W_U if factors[left].projected else None
-            right_end = two.W_U if factors[right].projected else None
-            curvature = self.loss.curvature(self.attention.output, left_end, right_end)
+            curvature = self._curvature_between(left, right, factors)
             matrices = outer_matrices(factors[left], factors[right], curvature)
             functional = part != "outer" and head == other
             if functional and at_scores:  # both parts have the same vectors: one sum for both
@@ -301,3 +318,35 @@ class SelfAttentionHessian:
             product = one.score_mixed(w)
             add_on_diagonal(entries, product if row == "query" else product.mT)
         return entries
+
+    def _between_transformed(
+        self, left: Place, right: Place, factors: Mapping[Place, Factor], part: Part
+    ) -> Tensor:
+        """Return the block of the weights of two heads with rotated or normalized keys."""
+        (row, head), (column, other) = left, right
+        shape = self.attention.shapes[row] + self.attention.shapes[column]
+        entries = self.attention.X.new_zeros(shape)
+        if part in ("outer", "full", "score_outer"):
+            curvature = self._curvature_between(left, right, factors)
+            entries += outer_block(factors[left], factors[right], curvature, shape)
+        if head != other or part == "outer":
+            return entries
+        one, w = self.attention.heads[head], self.score_gradients[head]
+        assert isinstance(one, TransformedHead)
+        if part in ("functional", "full"):
+            entries += one.functional(row, column, self.gradient_of_output, w)
+        elif part == "score_outer":
+            entries += one.moment_part(row, column, w)
+        else:
+            entries += one.score_part(row, column, w)
+        return entries
+
+    def _curvature_between(
+        self, left: Place, right: Place, factors: Mapping[Place, Factor]
+    ) -> Tensor:
+        """Return Λ_i between the outputs of two heads, before their output matrices."""
+        ends = [
+            self.attention.heads[place[1]].W_U if factors[place].projected else None
+            for place in (left, right)
+        ]
+        return self.loss.curvature(self.attention.output, *ends)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,14 +48,16 @@ from blockopt.analysis.closed_forms.biased_attention import (
     BiasedAttention,
 )
 from blockopt.analysis.closed_forms.checks import Part, check_part, check_tensors
+from blockopt.analysis.closed_forms.factored_block import FactoredBlock
 from blockopt.analysis.closed_forms.feed_forward import (
     MLP_ROLES,
     FeedForwardHessian,
     FeedForwardMap,
 )
-from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
 from blockopt.analysis.closed_forms.normalization import Normalization, NormKind
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.closed_forms.transformer_sites import (
     KnownLoss,
@@ -83,9 +85,10 @@ class TransformerBlockHessian:
     Args:
         X: Tokens that enter the block, (L, d) or (B, L, d).
         weights: By role, each as used on the right of its input, and as a vector in row-major
-            order. Attention: "query", "key", "value" (d, dk) or (H, d, dk); optionally "output"
-            (dk, d) or (H, dk, d), without which the heads' values are added, "query_bias",
-            "key_bias", "value_bias" (dk,) or (H, dk), "output_bias" (d,). MLP: "mlp_in" (d, m),
+            order. Attention: "query", "key", "value" (d, dk) or (H, d, dk), where heads may share
+            keys and values in G groups, (G, d, dk); optionally "output" (dk, d) or (H, dk, d),
+            without which the heads' values are added, "query_bias", "key_bias", "value_bias" (dk,)
+            or (H, dk), "output_bias" (d,). MLP: "mlp_in" (d, m),
             "mlp_out" (m, d); optionally "mlp_gate" (d, m), "mlp_in_bias" (m,), "mlp_out_bias" (d,).
             Norms, all optional: "first_gain", "first_bias" (before attention, in pre-norm),
             "middle_gain", "middle_bias", "final_gain", "final_bias", each (d,).
@@ -98,6 +101,8 @@ class TransformerBlockHessian:
         epsilon: The ε of all norms.
         mask: The mask of attention, bool (True: seen) or added to the scores, (L, L) or (B, L, L).
         scale: The factor of the scores, 1/sqrt(dk) by default.
+        rotary: Rotations of queries and keys by their positions.
+        norms: Norms of "query" and "key"; their gains are constants here.
 
     Attributes:
         roles: The weights, in the order of `dense`.
@@ -131,6 +136,8 @@ class TransformerBlockHessian:
         epsilon: float = 1e-5,
         mask: Tensor | None = None,
         scale: float | None = None,
+        rotary: RotaryPositions | None = None,
+        norms: Mapping[str, HeadNorm] | None = None,
     ) -> None:
         check_choice("arrangement", arrangement, get_args(Arrangement))
         check_choice("norm", norm, (*get_args(NormKind), None))
@@ -144,9 +151,15 @@ class TransformerBlockHessian:
         if norm and self._pre:
             first = Normalization(X, kind=norm, epsilon=epsilon).output
         # The gain and bias of that norm are among the weights of attention.
-        self.attention = BiasedAttention(first, weights, mask, scale)
+        self._scores: dict[str, Any] = {
+            "mask": mask,
+            "scale": scale,
+            "rotary": rotary,
+            "norms": norms,
+        }
+        self.attention = BiasedAttention(first, weights, **self._scores)
         self._entering = weights.get("first_gain", 1) * first + weights.get("first_bias", 0)
-        self._weights, self._mask, self._scale = weights, mask, scale
+        self._weights = weights
         _check_width("Attention", self.attention.output, X, "value and output")
         residual = X + self.attention.output  # R
         self._middle = NormSite(residual, norm, "middle", weights, epsilon) if norm else None
@@ -212,7 +225,7 @@ class TransformerBlockHessian:
                 whole[places[row], places[column]] = block
         return whole
 
-    def factored(self, role: str, head: int = 0, part: Part = "full") -> KroneckerSum:
+    def factored(self, role: str, head: int = 0, part: Part = "full") -> FactoredBlock:
         """Return a diagonal block as Σ_i a_i a_iᵀ ⊗ E_i, an operator that is never built.
 
         Above attention no token acts on another. So to attention, and to the MLP, the rest of the
@@ -247,8 +260,7 @@ class TransformerBlockHessian:
             *(self._entering, w["query"], w["key"], w["value"]),
             loss=loss,
             W_U=w.get("output"),
-            mask=self._mask,
-            scale=self._scale,
+            **self._scores,
             biases={name: bias for name, bias in biases.items() if bias is not None},
         )
         return attention.factored(role, head, inner)

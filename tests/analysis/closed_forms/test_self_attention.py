@@ -179,9 +179,13 @@ def test_biases_are_constants(activation):
     with pytest.raises(ValueError, match=r"Invalid bias of key of shape \(3,\)\. Must be \(2, 2\)"):
         make(X, weights, target, True, biases={"key": torch.ones(3).double()})
     with pytest.raises(
-        ValueError, match=r"Invalid biases \['output'\]\. Must be of query, key, value"
+        ValueError, match=r"Invalid biases \['gate'\]\. Must be of query, key, value, output"
     ):
-        make(X, weights, target, True, biases={"output": torch.ones(3).double()})
+        make(X, weights, target, True, biases={"gate": torch.ones(3).double()})
+    with pytest.raises(
+        ValueError, match=r"Invalid bias of output of shape \(2,\)\. Must be \(3,\)"
+    ):
+        make(X, weights, target, True, biases={"output": torch.ones(2).double()})
 
 
 def test_one_sequence_without_a_batch_dimension():

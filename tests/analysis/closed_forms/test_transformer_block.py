@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.func import jacrev
 
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
+from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
+from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
 from tests.helpers.transformer_block import D, L, M, close, draw, forward, make_weights
 
@@ -52,6 +54,28 @@ CASES = {
         {"arrangement": "pre", "norm": "rms", "activation": "silu", "mask": CAUSAL},
         "ce",
         (),
+    ),
+    "qwen3": (
+        {
+            "heads": 4,
+            "groups": 2,
+            "gated": True,
+            "extras": ("query_bias", "key_bias", "first_gain", "middle_gain"),
+        },
+        {
+            "arrangement": "pre",
+            "norm": "rms",
+            "activation": "silu",
+            "final_norm": False,
+            "mask": CAUSAL,
+            "rotary": RotaryPositions.of_length(L, 2),
+            "norms": {
+                "query": HeadNorm(draw(2, seed=60).abs(), epsilon=1e-3),
+                "key": HeadNorm(draw(2, seed=61).abs(), epsilon=1e-3),
+            },
+        },
+        "ce",
+        (2,),
     ),
     "post, two heads": (
         {"heads": 2, "extras": (*BIASES, *GAINS)},
@@ -127,7 +151,7 @@ def test_factored_blocks(case):
             with pytest.raises(ValueError, match="use `block`"):
                 hessian.factored(role)
             continue
-        heads = shape.get("heads", 1) if not role.startswith("mlp") else 1
+        heads = w[role].shape[0] if w[role].ndim == 3 else 1
         for part, head in itertools.product(("outer", "functional", "full"), range(heads)):
             size = hessian.sizes[role] // heads
             block = hessian.block(role, role, part)[
