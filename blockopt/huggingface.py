@@ -1,45 +1,95 @@
-"""`BlockLR` for the `Trainer` of transformers, as a callback that is part of its checkpoints."""
+"""For the `Trainer` of transformers: an optimizer that knows the blocks, and `BlockLR`."""
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
 from blockopt.block_lr import BlockLR, CurvatureFunction
-from blockopt.blocks.groups import Level
+from blockopt.blocks import Blocks, Level, param_groups
 from blockopt.distributed import rank
+from blockopt.optim import BlockAdamW, BlockMuon
 
 Batch = Mapping[str, Any]
 
 
-class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+def trainer_optimizer(
+    model: nn.Module,
+    args: Any,
+    optimizer_class: type[BlockAdamW] | type[BlockMuon] = BlockAdamW,
+    *,
+    blocks: Mapping[str, Blocks] | None = None,
+) -> BlockAdamW | BlockMuon:
+    """Return the optimizer that `TrainingArguments` describe, with the blocks of the model.
+
+    It takes `learning_rate`, `weight_decay` (for matrices, not for norms and biases), `adam_beta1`,
+    `adam_beta2` and `adam_epsilon` from the arguments. Give it to the Trainer in one of two ways.
+    In the second the Trainer makes it, from the model as it has wrapped it, which FSDP needs:
+
+        Trainer(model, args, optimizers=(trainer_optimizer(model, args), None), ...)
+        Trainer(
+            model,
+            args,
+            optimizer_cls_and_kwargs=(lambda: trainer_optimizer, {"args": args}),
+            ...,
+        )
+
+    Args:
+        model: The model, under PEFT or not. Parameters that do not train are left out.
+        args: The `TrainingArguments`.
+        optimizer_class: `BlockAdamW` or `BlockMuon`.
+        blocks: What `find_blocks(model)` returns, with your own options; found here by default.
+
+    Raises:
+        ValueError: If the class is another one, or the blocks cannot be found.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(learning_rate=3e-3, weight_decay=0.1, report_to="none")
+        >>> optimizer = trainer_optimizer(nn.TransformerEncoderLayer(16, 2, 32), args)
+        >>> [(group["role"], group["weight_decay"]) for group in optimizer.param_groups][:2]
+        [('query+key+value', 0.1), ('bias', 0.0)]
+    """
+    if optimizer_class not in (BlockAdamW, BlockMuon):
+        raise ValueError(
+            f"Invalid optimizer_class={optimizer_class!r}. Must be BlockAdamW or BlockMuon. Build "
+            "another one from blockopt.param_groups(model), and pass it as optimizers=(…, None)."
+        )
+    return optimizer_class(
+        param_groups(model, blocks, weight_decay=args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
+class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
     """Gives every Hessian block its own learning rate in a `Trainer`, see `BlockLR`.
 
     It draws the batches to measure on at random from the training set, with the Trainer's collator
     and a seed of its own: the order of the training data and all other random numbers stay what
-    they are. Its state is part of the Trainer's checkpoints, and
+    they are. The Trainer's checkpoints of the optimizer hold its state, and
     `trainer.train(resume_from_checkpoint=…)` resumes from it.
 
-        optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=3e-3)
         block_lr = BlockLRCallback(every=100)
         trainer = Trainer(
-            model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[block_lr]
+            model,
+            args,
+            train_dataset=data,
+            optimizers=(trainer_optimizer(model, args), None),
+            callbacks=[block_lr],
         )
         trainer.train()
         block_lr.block_lr.history.plot("block_lr.png")
 
-    Pass the optimizer as above: the Trainer's own has two groups, one with weight decay and one
-    without, which are too few for the blocks.
+    The Trainer's own optimizer has two groups, one with weight decay and one without. They mix all
+    roles, so it is refused.
 
     Args:
         curvature: See `BlockLR` for this and the next nine arguments.
@@ -62,8 +112,8 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Raises:
         ValueError: If `batch` or `compute_loss` is not a function; and when training begins, if an
-            option is out of range, `BlockLR` cannot serve the optimizer, or the training set has no
-            length and there is no `batch`.
+            option is out of range, `BlockLR` cannot serve the optimizer, as when a group mixes
+            roles, or the training set has no length and there is no `batch`.
     """
 
     def __init__(
@@ -84,12 +134,8 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         for name, function in (("batch", batch), ("compute_loss", compute_loss)):
             if function is not None and not callable(function):
-                raise ValueError(
-                    f"Invalid {name}={function!r}. Must be a function; a checkpoint cannot restore "
-                    "it."
-                )
+                raise ValueError(f"Invalid {name}={function!r}. Must be a function.")
         self.block_lr: BlockLR | None = None
-        self.saved: str | None = None
         self._options: dict[str, Any] = {
             "curvature": curvature,
             "every": every,
@@ -104,21 +150,6 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         }
         self._given_batch, self._compute_loss = batch, compute_loss
 
-    def state(self) -> dict[str, Any]:
-        """What the Trainer writes to `trainer_state.json` with each checkpoint."""
-        if self.block_lr is not None:
-            file = io.BytesIO()
-            torch.save(self.block_lr.state_dict(), file)
-            self.saved = base64.b64encode(zlib.compress(file.getvalue())).decode()
-        # Functions are no JSON. By their names, a Trainer that makes the callback anew from its
-        # state is told what is missing.
-        extras = {"batch": self._given_batch, "compute_loss": self._compute_loss}
-        given = {
-            name: value for name, value in {**self._options, **extras}.items() if value is not None
-        }
-        options = {name: repr(value) if callable(value) else value for name, value in given.items()}
-        return {"args": options, "attributes": {"saved": self.saved}}
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
         dataset = getattr(kwargs["train_dataloader"], "dataset", None)
@@ -129,14 +160,16 @@ class BlockLRCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 f"The training set, a {type(dataset).__name__}, has no length to draw batches "
                 "from. Pass BlockLRCallback(batch=…), a function that returns a batch."
             )
-        self.block_lr = BlockLR(kwargs["optimizer"], kwargs["model"], **self._options)
-        # The Trainer expects an entry for each of its callbacks, also when it resumes from a
-        # checkpoint of a run without them.
-        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
-        if state.global_step > 0:
-            saved = entry.get("attributes", {}).get("saved")
-            fresh = {**self.block_lr.state_dict(), "num_steps": state.global_step}
-            self.block_lr.load_state_dict(fresh if saved is None else _unpack(saved))
+        try:
+            self.block_lr = BlockLR(kwargs["optimizer"], kwargs["model"], **self._options)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} For a Trainer: optimizers=(blockopt.huggingface.trainer_optimizer(model, "
+                "args), None)."
+            ) from error
+        if self.block_lr.num_steps < state.global_step:  # the checkpoint of a run without it
+            counted = {**self.block_lr.state_dict(), "num_steps": state.global_step}
+            self.block_lr.load_state_dict(counted)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refresh if that is due. The gradients are still there."""
@@ -178,8 +211,3 @@ def _same_random_numbers() -> Iterator[None]:
         random.setstate(states[0])
         if numpy is not None:
             numpy.random.set_state(states[1])
-
-
-def _unpack(saved: str) -> Mapping[str, Any]:
-    file = io.BytesIO(zlib.decompress(base64.b64decode(saved)))
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from blockopt.block_lr.history import History, Refresh, ScaleTable
 from blockopt.block_lr.optimizer_hooks import hooks_for
+from blockopt.block_lr.saved_state import from_text, to_text
 from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_guesses
 from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, sum_groups
 from blockopt.checks import check_choice, check_count
@@ -63,6 +64,10 @@ class BlockLR:
     scales stay as they are: the first time there is a warning, `failures` counts them, and the
     third in a row raises. If no block has a positive curvature, as is common in the first steps,
     the scales stay too, and that never raises. All other errors are raised at once.
+
+    The optimizer's `state_dict` carries the state of its BlockLR, and loading it restores that,
+    before or after the BlockLR is made: a loop that resumes its optimizer resumes the block
+    learning rates too. DCP loads into what is there already, so make the BlockLR before.
 
     Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and
     all ranks hold the same scales.
@@ -156,7 +161,10 @@ class BlockLR:
         self._log_scales: dict[str, Tensor] = {}
         self._hooks = hooks_for(optimizer, model, self._wants_update)
         block_groups(self._hooks.blocks(), by)  # checks `by`
-        self._hooks.attach()
+        self._hooks.attach(
+            save=lambda: to_text(self.state_dict()),
+            load=lambda text: self.load_state_dict(from_text(text)),
+        )
 
     @property
     def num_steps(self) -> int:
@@ -328,7 +336,10 @@ class BlockLR:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers, strings and tensors, which `torch.load(weights_only=True)` takes."""
+        """Return numbers, strings and tensors, which `torch.load(weights_only=True)` takes.
+
+        The optimizer's `state_dict` holds the same, so there is no need to save it apart.
+        """
         logs = {_unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
         return {
             "num_steps": self.num_steps,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from blockopt.block_lr.saved_state import GROUP_KEY
 from blockopt.blocks import Blocks, find_blocks, from_plain
 from blockopt.distributed import reshard
 from blockopt.optim import BlockOptimizer
@@ -75,8 +76,18 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     def restore(self, *_: Any) -> None:
         """Undo what a step that raised may have left behind."""
 
-    def attach(self) -> None:
-        """Put the hooks on the optimizer, in place of those that another `BlockLR` put there."""
+    def attach(self, save: Callable[[], str], load: Callable[[str], None]) -> None:
+        """Put the hooks on the optimizer, in place of those that another `BlockLR` put there.
+
+        From now on the optimizer's `state_dict` carries a text in its first group. Until the next
+        step the group keeps the text of the last checkpoint that was loaded, so that it does not
+        matter whether that happened before or after the attachment.
+
+        Args:
+            save: Returns the text that `state_dict` is to carry.
+            load: Takes the text of a checkpoint.
+        """
+        self._save, self._load = save, load
         replaced = _attached[self._optimizer]() if self._optimizer in _attached else None
         if replaced is not None:
             replaced._detach()
@@ -85,12 +96,24 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
             self._optimizer.register_state_dict_pre_hook(self.restore),
+            self._optimizer.register_state_dict_post_hook(self._save_text),
+            self._optimizer.register_load_state_dict_post_hook(self._load_text),
         ]
+        self._load_text()
 
     def _detach(self) -> None:
         self.restore()
         for hook in self._hooks:
             hook.remove()
+
+    def _save_text(self, _: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0][GROUP_KEY] = self._save()
+
+    def _load_text(self, *_: Any) -> None:
+        # DCP loads only what is there already, so there is an empty text at least.
+        text = self._optimizer.param_groups[0].setdefault(GROUP_KEY, "")
+        if text:
+            self._load(text)
 
     @property
     def is_attached(self) -> bool:
@@ -145,6 +168,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.restore()
         self._prepare_step()
+        optimizer.param_groups[0][GROUP_KEY] = ""
         self._refused = getattr(optimizer, "nonfinite_steps", 0)
         # A schedule that warms up from zero moves nothing at first: there is no direction then.
         groups = optimizer.param_groups
@@ -239,12 +263,27 @@ class GroupOptimizerHooks(OptimizerHooks[torch.optim.Optimizer]):
                 f'{name}(blockopt.param_groups(model, by="parameter"), ...), or use an optimizer '
                 "of blockopt."
             )
+        self._refuse_mixed_roles()
         rates = [group.get("lr") for group in groups]
         if not all(isinstance(rate, (int, float, Tensor)) for rate in rates):
             raise ValueError(
                 f"Invalid lr={rates} in the groups of {name}. Must be numbers or tensors, which "
                 "can be scaled."
             )
+
+    def _refuse_mixed_roles(self) -> None:
+        """A group has one learning rate; norms and biases, which are few, may share one."""
+        blocks, kind = self.blocks(), type(self._optimizer).__name__
+        for _, names in self._named_groups():
+            known = [dict.fromkeys(blocks[name].roles) for name in names if name in blocks]
+            roles = {"+".join(of_one) for of_one in known} - {"norm", "bias"}
+            if len(roles) > 1:
+                raise ValueError(
+                    f"A group of {kind} mixes the roles {', '.join(sorted(roles))}, so they would "
+                    f"share one learning rate. Build it with "
+                    f'{kind}(blockopt.param_groups(model, by="parameter"), ...), or use an '
+                    "optimizer of blockopt."
+                )
 
     def applicable(
         self, logs: Mapping[str, Tensor], numel: Mapping[str, Tensor]

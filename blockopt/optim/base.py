@@ -288,22 +288,32 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """
         blocks = [group["blocks"] for group in self.param_groups]
         loaded: list[dict[str, Any]] = []
-        # Registered last, so it sees what the user's own hooks have made of the checkpoint.
-        hook = self.register_load_state_dict_pre_hook(
-            lambda _, final: loaded.append(self._check_loaded(final))
-        )
+        # The first registered last, so it sees what the user's own hooks have made of the
+        # checkpoint; the second runs first, so that they see a state that is complete.
+        hooks = [
+            self.register_load_state_dict_pre_hook(
+                lambda _, final: loaded.append(self._check_loaded(final))
+            ),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._complete(loaded[0], blocks), prepend=True
+            ),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        for group, known, saved in zip(self.param_groups, blocks, loaded[0]["param_groups"]):
+            for hook in hooks:
+                hook.remove()
+
+    def _complete(self, loaded: dict[str, Any], blocks: list[Any]) -> None:
+        """Fill in what the checkpoint lacks, and give states back the dtype they were saved in."""
+        for group, known, saved in zip(self.param_groups, blocks, loaded["param_groups"]):
             for key, default in {**self.defaults, "blocks": known}.items():
                 group.setdefault(key, default)
             for index, parameter, entry in zip(saved["params"], group["params"], blocks_of(group)):
-                if index not in loaded[0]["state"]:
+                if index not in loaded["state"]:
                     continue
                 state = self.state[parameter]
-                for key, value in loaded[0]["state"][index].items():
+                for key, value in loaded["state"][index].items():
                     cast = isinstance(value, Tensor) and value.dtype != state[key].dtype
                     if cast and key != "step":
                         state[key] = value.to(device=parameter.device, copy=True)

@@ -8,6 +8,7 @@ import blockopt
 from blockopt.block_lr import BlockLR
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
 
+OPTIONS = {"curvature": "secant", "every": 2, "beta": 0.5}
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
     "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
@@ -45,26 +46,32 @@ def test_accumulation_of_accelerate_counts_optimizer_steps(kind, prepared_first)
     assert_same_weights(reference, accelerator.unwrap_model(model))
 
 
-def test_accelerate_saves_and_loads_the_state(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    model = tiny_gpt()
-    model, optimizer = accelerator.prepare(model, BUILD["torch"](model))
-    block_lr = BlockLR(optimizer, model, curvature="gradient", every=1)
-    accelerator.register_for_checkpointing(block_lr)
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("early", [False, True])
+def test_accelerate_resumes_it_with_the_optimizer(kind, early, tmp_path):
+    def build():
+        accelerator = Accelerator(cpu=True)
+        model = tiny_gpt()
+        optimizer = BUILD[kind](model)
+        made = BlockLR(optimizer, model, **OPTIONS) if early else None
+        model, optimizer = accelerator.prepare(model, optimizer)
+        return accelerator, model, optimizer, made or BlockLR(optimizer, model, **OPTIONS)
 
-    def steps(which):
+    def steps(which, accelerator, model, optimizer, block_lr):
         for step in which:
             accelerator.backward(token_loss(model, seed=step))
             optimizer.step()
-            block_lr.step()
+            block_lr.step(lambda step=step: token_loss(model, seed=step))
             optimizer.zero_grad()
 
-    steps(range(2))
-    accelerator.save_state(tmp_path)
-    steps(range(2, 4))
-    expected = [p.detach().clone() for p in model.parameters()], block_lr.state_dict()["history"]
-    accelerator.load_state(tmp_path)
-    assert block_lr.num_steps == 2
-    steps(range(2, 4))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected[0]))
-    assert block_lr.state_dict()["history"] == expected[1]
+    run = build()
+    steps(range(3), *run)
+    run[0].save_state(tmp_path)
+    steps(range(3, 6), *run)
+    resumed = build()
+    resumed[0].load_state(tmp_path)
+    assert resumed[3].num_steps == 3
+    steps(range(3, 6), *resumed)
+    assert_same_weights(resumed[0].unwrap_model(resumed[1]), run[0].unwrap_model(run[1]))
+    assert resumed[3].history == run[3].history
+    assert [refresh.step for refresh in run[3].history] == [1, 3, 5]

@@ -118,21 +118,33 @@ def test_schedule_free_learning_rates_are_scaled():
 
 def test_groups_without_blocks_of_their_own_get_those_of_the_model():
     model = tiny_gpt()
-    decayed = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.SGD([{"params": decayed}, {"params": others}], lr=1.0)
+    groups = [{"params": group["params"]} for group in blockopt.param_groups(model)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
     block_lr = BlockLR(optimizer, model, curvature=by_role(model))
     take_step(model, optimizer)
     block_lr.step()
     set_gradients(model, {name: torch.ones_like(p) for name, p in model.named_parameters()})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
-    names = {p: name for name, p in model.named_parameters()}
-    groups = [{"param_names": [names[p] for p in some]} for some in (decayed, others)]
+    groups = optimizer.param_groups
     for group, mean in zip(groups, group_means(model, groups)):
         for name in group["param_names"]:
             moved = before[name] - dict(model.named_parameters())[name].detach()
             torch.testing.assert_close(moved, torch.full_like(moved, mean), rtol=1e-4, atol=1e-5)
+
+
+def test_a_group_of_several_roles_is_refused():
+    """As in nanoGPT and the Trainer: one group with weight decay, one without."""
+    model = tiny_gpt()
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1e-3)
+    message = (
+        r"mixes the roles embedding, mlp_in, mlp_out, output, position, query\+key\+value, so "
+        r"they.*AdamW\(blockopt.param_groups\(model, by=\"parameter\"\), ...\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        BlockLR(optimizer, model)
 
 
 def test_a_group_of_frozen_parameters_is_left_alone():

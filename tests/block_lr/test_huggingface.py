@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import blockopt
 from blockopt.block_lr.scales import block_scales
-from blockopt.huggingface import BlockLRCallback
+from blockopt.huggingface import BlockLRCallback, trainer_optimizer
 from tests.helpers.models import SDPA
 
 pytestmark = pytest.mark.filterwarnings(
@@ -176,28 +176,23 @@ def test_a_training_set_without_a_length_needs_a_batch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", BUILD)
-@pytest.mark.parametrize("restore", [False, True])
-def test_a_resumed_training_goes_on_with_the_same_bits(kind, restore, tmp_path):
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "restore_callback_states_from_checkpoint": restore,
-    }
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_resumed_training_goes_on_with_the_same_bits(kind, same_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3}
     callback = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
     run = trainer(tmp_path, callback, kind, **options)
     run.train()
+    expected, history = weights(run), callback.block_lr.history
     assert (
         json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
         == 3
     )
-    again = BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
-    resumed = trainer(tmp_path, again, kind, **options)
+    again = callback if same_trainer else BlockLRCallback(every=2, bounds=(0.2, 5.0), by="tensor")
+    resumed = run if same_trainer else trainer(tmp_path, again, kind, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    used = next(c for c in resumed.callback_handler.callbacks if isinstance(c, BlockLRCallback))
-    assert (used is again) != restore
-    assert torch.equal(weights(run), weights(resumed))
-    assert used.block_lr.history == callback.block_lr.history
-    assert [refresh.step for refresh in used.block_lr.history] == [1, 3, 5]
+    assert torch.equal(expected, weights(resumed))
+    assert again.block_lr.history == history
+    assert [refresh.step for refresh in again.block_lr.history] == [1, 3, 5]
 
 
 def test_a_training_resumed_without_its_state_counts_on(tmp_path):
@@ -235,7 +230,49 @@ def test_the_scales_are_those_of_the_curvature(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["batch", "compute_loss"])
-def test_functions_that_a_checkpoint_cannot_restore_are_asked_for(name):
-    with pytest.raises(ValueError, match=f"Invalid {name}='<function"):
-        BlockLRCallback(**BlockLRCallback(**{name: lambda *_: None}).state()["args"])
-    assert json.dumps(BlockLRCallback(curvature=lambda *_: None).state())
+def test_what_is_no_function_is_refused(name):
+    with pytest.raises(ValueError, match=f"Invalid {name}='loss'. Must be a function."):
+        BlockLRCallback(**{name: "loss"})
+
+
+def arguments(path, **options):
+    defaults = {"learning_rate": 2e-3, "weight_decay": 0.05, "adam_beta2": 0.95, "max_steps": 3}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(
+        str(path), **{**defaults, **quiet, "logging_strategy": "no", "seed": 0, **options}
+    )
+
+
+@pytest.mark.parametrize("kind", [blockopt.BlockAdamW, blockopt.BlockMuon])
+def test_the_optimizer_of_the_arguments_serves_both_ways_of_passing_it(kind, tmp_path):
+    results = []
+    for way in ("instance", "class"):
+        model, args, callback = gpt2(), arguments(tmp_path), BlockLRCallback(every=2)
+        if way == "instance":
+            given = {"optimizers": (trainer_optimizer(model, args, kind), None)}
+        else:
+            options = {"args": args, "optimizer_class": kind}
+            given = {"optimizer_cls_and_kwargs": (lambda: trainer_optimizer, options)}
+        run = Trainer(model, args, train_dataset=Tokens(), callbacks=[callback], **given)
+        run.train()
+        assert type(run.optimizer.optimizer) is kind
+        results.append(weights(run))
+        scales = callback.block_lr.last_scales.as_dict()
+        assert len({float(scale[0]) for scale in scales.values()}) > 4
+    assert torch.equal(*results)
+    groups = trainer_optimizer(gpt2(), arguments(tmp_path), kind).param_groups
+    assert {group["weight_decay"] for group in groups} == {0.05, 0.0}
+    assert all(group["lr"] == 2e-3 and group["betas"] == (0.9, 0.95) for group in groups)
+
+
+def test_the_trainers_own_optimizer_is_refused_with_the_line_to_write(tmp_path):
+    run = Trainer(
+        gpt2(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[BlockLRCallback()]
+    )
+    message = (
+        r"mixes the roles .*optimizers=\(blockopt.huggingface.trainer_optimizer\(model, args\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    with pytest.raises(ValueError, match=r"Must be BlockAdamW or BlockMuon"):
+        trainer_optimizer(gpt2(), arguments(tmp_path), torch.optim.AdamW)

@@ -72,16 +72,16 @@ def own_function(model, loss):
     }
 
 
-def run(build_model, build_optimizer, options, steps=range(4), resume=None):
+def run(build_model, build_optimizer, options, steps=range(4), resume=None, late=False):
     model = build_model()
     optimizer = build_optimizer(model)
-    block_lr = BlockLR(optimizer, model, **options) if options is not None else None
+    block_lr = None if options is None or late else BlockLR(optimizer, model, **options)
     if resume is not None:
         model.load_state_dict(resume["model"])
         optimizer.load_state_dict(resume["optimizer"])
         torch.set_rng_state(resume["rng"])
-        if block_lr is not None:
-            block_lr.load_state_dict(resume["block_lr"])
+        if late:
+            block_lr = BlockLR(optimizer, model, **options)
     else:
         torch.manual_seed(1)
     for step in steps:
@@ -143,22 +143,19 @@ def test_other_powers_change_the_run():
 
 @pytest.mark.parametrize("optimizer_name", BUILD)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hutchinson", "directional", "gradient"])
-@pytest.mark.parametrize("split", [2, 3])
-def test_a_resumed_run_goes_on_with_the_same_bits(curvature, optimizer_name, split):
+@pytest.mark.parametrize(("split", "late"), [(2, False), (3, True)])
+def test_a_resumed_optimizer_goes_on_with_the_same_bits(curvature, optimizer_name, split, late):
+    """Its checkpoint is enough, whether it is loaded before or after BlockLR is made."""
     options = {"curvature": curvature, "every": 2, "beta": 0.7, "by": "tensor"}
     expected, _, uninterrupted = run(gpt_with_dropout, BUILD[optimizer_name], options, range(6))
-    model, optimizer, block_lr = run(gpt_with_dropout, BUILD[optimizer_name], options, range(split))
-    saved = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "block_lr": block_lr.state_dict(),
-    }
+    model, optimizer, _ = run(gpt_with_dropout, BUILD[optimizer_name], options, range(split))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     file = io.BytesIO()
     torch.save({**saved, "rng": torch.get_rng_state()}, file)
     file.seek(0)
     resume = torch.load(file, weights_only=True)
     resumed, _, again = run(
-        gpt_with_dropout, BUILD[optimizer_name], options, range(split, 6), resume
+        gpt_with_dropout, BUILD[optimizer_name], options, range(split, 6), resume, late
     )
     for p, q in zip(resumed.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -200,6 +197,43 @@ def test_failures_are_saved():
     fresh.load_state_dict(block_lr.state_dict())
     assert fresh.failures == 1
     assert fresh.state_dict() == block_lr.state_dict()
+
+
+@pytest.mark.parametrize("optimizer_name", BUILD)
+def test_the_state_in_the_optimizer_is_plain_and_that_of_the_last_checkpoint(optimizer_name):
+    _, optimizer, block_lr = run(gpt_with_dropout, BUILD[optimizer_name], {"every": 1})
+    assert optimizer.param_groups[0]["block_lr"] == ""  # nothing that a compiled step could see
+    saved = optimizer.state_dict()
+    assert isinstance(saved["param_groups"][0]["block_lr"], str)
+    model = gpt_with_dropout()
+    other = BUILD[optimizer_name](model)
+    first = BlockLR(other, model)
+    other.load_state_dict(saved)
+    second = BlockLR(other, model)  # made once more before training goes on, as in a notebook
+    assert second.history == first.history == block_lr.history
+    batch_loss(model, 0).backward()
+    other.step()
+    assert second.num_steps == block_lr.num_steps + 1
+    third = BlockLR(other, model)
+    assert third.num_steps == len(third.history) == 0
+
+
+def test_a_checkpoint_without_the_state_leaves_it_alone():
+    model = gpt_with_dropout()
+    plain = BUILD["block"](model)
+    _, optimizer, block_lr = run(gpt_with_dropout, BUILD["block"], {"every": 1})
+    optimizer.load_state_dict(plain.state_dict())
+    assert len(block_lr.history) == block_lr.num_steps == 4
+
+
+def test_a_run_without_it_passes_the_state_on():
+    _, optimizer, block_lr = run(gpt_with_dropout, BUILD["block"], {"every": 1})
+    model = gpt_with_dropout()
+    between = BUILD["block"](model)
+    between.load_state_dict(optimizer.state_dict())
+    last = BUILD["block"](model)
+    last.load_state_dict(between.state_dict())
+    assert BlockLR(last, model).history == block_lr.history
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
