@@ -95,19 +95,16 @@ class Training:
         return losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, moments and block scales."""
+        """Return the weights and the optimizer's state, which includes the block scales."""
         return {
             "model": dict(self.plain.state_dict()),
             "optimizer": unwrapped(self.optimizer).state_dict(),
-            "block_lr": None if self.block_lr is None else self.block_lr.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.plain.load_state_dict(state["model"])
         unwrapped(self.optimizer).load_state_dict(state["optimizer"])
-        if self.block_lr is not None:
-            self.block_lr.load_state_dict(state["block_lr"])
 
 
 @contextmanager

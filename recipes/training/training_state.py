@@ -36,11 +36,10 @@ def training_state(accelerator: Accelerator, training: Training) -> dict[str, An
     state = {"sharded": accelerator.is_fsdp2, "random": gather_object([random_state()])}
     if not accelerator.is_fsdp2:
         return state | training.state_dict()
-    optimizer, block_lr = unwrapped(training.optimizer), training.block_lr
+    optimizer = unwrapped(training.optimizer)
     return state | {
         "model": whole_weights(accelerator, training),
         "optimizer": get_optimizer_state_dict(training.model, optimizer, options=GATHERED),
-        "block_lr": None if block_lr is None else block_lr.state_dict(),
     }
 
 
@@ -75,8 +74,6 @@ def load_training_state(
         set_model_state_dict(training.model, dict(state["model"]), options=options)
         moments = dict(state["optimizer"])
         set_optimizer_state_dict(training.model, optimizer, moments, options=options)
-        if training.block_lr is not None:
-            training.block_lr.load_state_dict(state["block_lr"])
     else:
         training.load_state_dict(state)
     if rank < len(state["random"]):
