@@ -4,7 +4,7 @@ from blockopt import curvature
 from blockopt.block_lr import BlockLR, block_scales, sharpness_disparity, uniform
 from blockopt.blocks import Blocks, Split, block_sum, describe, expand, find_blocks, param_groups
 from blockopt.measure.attention_capture import capture_attention
-from blockopt.optim import BlockAdamW, BlockMuon, BlockSGD
+from blockopt.optim import BlockAdamW, BlockMuon, BlockSGD, regroup_state_dict
 
 __version__ = "0.1.0"
 
@@ -21,6 +21,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "BlockAdamW",
     "BlockMuon",
     "BlockSGD",
+    "regroup_state_dict",
     # a learning rate for every block
     "BlockLR",
     "block_scales",

@@ -28,6 +28,7 @@ from blockopt.curvature import ESTIMATORS, Request
 from blockopt.distributed import agreed, is_sharded, mean_over_ranks, rank
 from blockopt.errors import NonFiniteError, NotPositiveError, TransientError
 from blockopt.measure.closures import Losses, preserved_state
+from blockopt.optim import unwrapped_name
 
 CurvatureFunction = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 FAILURES_IN_A_ROW = 3
@@ -340,7 +341,7 @@ class BlockLR:
 
         The optimizer's `state_dict` holds the same, so there is no need to save it apart.
         """
-        logs = {_unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
+        logs = {unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
         return {
             "num_steps": self.num_steps,
             "served": self._served,
@@ -358,7 +359,7 @@ class BlockLR:
         Raises:
             ValueError: If the scales are those of another model or of other blocks.
         """
-        names = {_unwrapped_name(name): name for name, _ in self._model.named_parameters()}
+        names = {unwrapped_name(name): name for name, _ in self._model.named_parameters()}
         blocks = self._hooks.blocks()
         loaded = {}
         for saved, logs in state_dict["log_scales"].items():
@@ -380,11 +381,6 @@ class BlockLR:
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)
-
-
-def _unwrapped_name(name: str) -> str:
-    """The name without what DDP and `torch.compile` put before it: checkpoints fit any wrapper."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _may_pass(error: Exception) -> bool:

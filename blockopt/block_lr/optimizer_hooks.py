@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from blockopt.block_lr.saved_state import GROUP_KEY
 from blockopt.blocks import Blocks, find_blocks, from_plain
 from blockopt.distributed import reshard
-from blockopt.optim import BlockOptimizer
+from blockopt.optim import BLOCK_LR, BlockOptimizer
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -107,11 +106,11 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             hook.remove()
 
     def _save_text(self, _: Any, state_dict: dict[str, Any]) -> None:
-        state_dict["param_groups"][0][GROUP_KEY] = self._save()
+        state_dict["param_groups"][0][BLOCK_LR] = self._save()
 
     def _load_text(self, *_: Any) -> None:
         # DCP loads only what is there already, so there is an empty text at least.
-        text = self._optimizer.param_groups[0].setdefault(GROUP_KEY, "")
+        text = self._optimizer.param_groups[0].setdefault(BLOCK_LR, "")
         if text:
             self._load(text)
 
@@ -168,7 +167,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.restore()
         self._prepare_step()
-        optimizer.param_groups[0][GROUP_KEY] = ""
+        optimizer.param_groups[0][BLOCK_LR] = ""
         self._refused = getattr(optimizer, "nonfinite_steps", 0)
         # A schedule that warms up from zero moves nothing at first: there is no direction then.
         groups = optimizer.param_groups

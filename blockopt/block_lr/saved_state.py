@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUP_KEY = "block_lr"
-
 
 def to_text(state: Mapping[str, Any]) -> str:
     """Write the state; floats keep all their bits, and scales that repeat are written once.

@@ -8,11 +8,11 @@ everything else in blockopt works on what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from blockopt.blocks import layouts
 from blockopt.blocks.blocks import ROW_ROLES, Blocks, to_plain
@@ -243,6 +243,7 @@ def param_groups(
     *,
     weight_decay: float | None = None,
     by: Literal["role", "parameter"] = "role",
+    only: Iterable[Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups that carry the blocks of `model`, for any optimizer.
 
@@ -256,6 +257,8 @@ def param_groups(
             0. None leaves it to the optimizer.
         by: "role" for one group per role (a fused matrix is a role of its own), or "parameter" for
             one group per parameter, which optimizers other than blockopt's need.
+        only: Leave out all other parameters, as for those that start to train later; see
+            `add_param_group` of the optimizers.
 
     Returns:
         Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
@@ -274,9 +277,12 @@ def param_groups(
         check_range("weight_decay", weight_decay)
     blocks = checked_blocks(model, blocks)
     parameters = dict(model.named_parameters())
+    wanted = set(parameters.values() if only is None else only)
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, entry in blocks.items():
         parameter = parameters[name]
+        if parameter not in wanted:
+            continue
         role = "+".join(dict.fromkeys(entry.roles))
         decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(entry.roles)
         key = (role if by == "role" else name, decayed)

@@ -19,6 +19,7 @@ from blockopt.optim.finite_gradients import all_finite, gradient_norms
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
 WHOLE = Blocks(("other",))
+BLOCK_LR = "block_lr"  # where the first group of a checkpoint carries the state of `BlockLR`
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -252,10 +253,20 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim`; `blocks` may be those of `param_groups(model)`.
 
+        For parameters that start to train later, such as those of a layer that was frozen:
+
+            for group in blockopt.param_groups(model, only=layer.parameters()):
+                optimizer.add_param_group(group)
+
         Raises:
-            ValueError: If an option is out of range, or the blocks do not fit. The group is not
-                added then.
+            ValueError: If an option is out of range, the blocks do not fit, or the other groups
+                have blocks and this one has none. The group is not added then.
         """
+        if param_group.get("blocks") is None and any(g["blocks"] for g in self.param_groups):
+            raise ValueError(
+                "The groups of this optimizer have blocks, and the new one has none. Pass each "
+                "group of blockopt.param_groups(model, only=new_parameters) to add_param_group."
+            )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("blocks", None)
@@ -325,6 +336,13 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
         A fused kernel would read beyond the end of one that is too small.
         """
+        sizes = [[len(g["params"]) for g in d["param_groups"]] for d in (vars(self), state_dict)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"The checkpoint has groups of {sizes[1]} parameters, and this optimizer of "
+                f"{sizes[0]}. If it is of the same model, load it with optimizer.load_state_dict("
+                "blockopt.regroup_state_dict(checkpoint, optimizer, model))."
+            )
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
             group = {**mine, **saved, "params": mine["params"]}
             rows = zip(saved["params"], names_of(mine), mine["params"], blocks_of(group))

@@ -102,5 +102,8 @@ def test_bad_options_of_a_group_are_refused_and_it_is_not_added(options):
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()))
     count = len(optimizer.param_groups)
     with pytest.raises(ValueError, match=f"Invalid {next(iter(options))}"):
-        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(2)))], **options})
+        optimizer.add_param_group(
+            {"params": [("x", nn.Parameter(torch.ones(2)))], "blocks": [(("norm",), 0, None)]}
+            | options
+        )
     assert len(optimizer.param_groups) == count
