@@ -13,7 +13,7 @@ PACKAGES = ("blockopt", "recipes", "benchmarks")
 LINES = {"tests": 580}  # elsewhere 440
 
 # What the rooms of blockopt may import besides themselves, and besides what knows nobody.
-KNOWS_NOBODY = {"checks", "errors", "tables"}
+KNOWS_NOBODY = {"checks", "errors", "no_trace", "tables"}
 MAY_IMPORT = {
     **{room: set() for room in KNOWS_NOBODY},
     "distributed": set(),

@@ -27,7 +27,8 @@ from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request
 from blockopt.distributed import agreed, is_sharded, mean_over_ranks, rank
 from blockopt.errors import NonFiniteError, NotPositiveError, TransientError
-from blockopt.measure.closures import Losses, preserved_state
+from blockopt.measure.closures import Losses
+from blockopt.no_trace import preserved_state
 from blockopt.optim import unwrapped_name
 
 CurvatureFunction = Callable[[nn.Module, Any], Mapping[str, Tensor]]

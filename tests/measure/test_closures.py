@@ -20,7 +20,7 @@ from blockopt.curvature import (
     power_law,
 )
 from blockopt.errors import NoLossError, NonFiniteError
-from blockopt.measure.closures import preserved_state
+from blockopt.no_trace import preserved_state
 from tests.helpers.dense_hessians import (
     Attention,
     assert_means,

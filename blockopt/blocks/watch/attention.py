@@ -1,0 +1,249 @@
+"""Attention in a forward pass: which weights made the queries, keys and values of each head.
+
+Attention is two products of activations with a softmax between them, `softmax(q kᵀ) v`. The units
+of a linear map that feed one row of `q` are one head of its weight; so for `k` and `v`, and the
+same on the input side of the linear map that takes what attention returns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
+from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
+from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
+from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, strong
+
+# Besides softmax, what research code puts in its place, or builds it from.
+_BETWEEN = ("_softmax", "_safe_softmax", "softmax", "exp", "sigmoid", "relu")
+_SUMS = ("add", "sub", "where", "lerp")
+_ROLES = ("query", "key", "value")
+
+
+class Operand(NamedTuple):
+    """A query, key or value as a product sees it, and the axis along which its features lie."""
+
+    value: Value
+    feature_axis: int
+
+    @property
+    def rows(self) -> Side:
+        """The tensor, whose rows are numbered by all axes but that of features."""
+        tensor = self.value.tensor
+        return Side(tensor, tuple(a for a in range(tensor.ndim) if a != self.feature_axis))
+
+
+class AttentionCall(NamedTuple):
+    """What one attention multiplied: `operands` are pairs of a role and an operand."""
+
+    operands: list[tuple[str, Operand]]
+    output: Operand
+
+
+def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[AttentionCall]:
+    """All attention of a pass, in order."""
+    calls = []
+    for op in graph.ops:
+        if not op.multiplies_activations:
+            continue
+        for weights, values, weights_left in (
+            (op.args[-2], op.args[-1], True),
+            (op.args[-1], op.args[-2], False),
+        ):
+            scores = _scores(weights, maps)
+            if scores:
+                calls.append(_read_call(op, weights, values, weights_left, scores))
+                break
+    return calls
+
+
+def _scores(weights: Value, maps: dict[Op, LinearMap]) -> list[Value]:
+    """The products that attention weights are made of, none if they are no attention weights."""
+    made_of = [value for value in walk_back(weights, maps) if value.op is not None]
+    if not any(value.op.name in _BETWEEN for value in made_of if value.op):
+        return []
+    return [value for value in made_of if value.op and value.op.multiplies_activations]
+
+
+def _read_call(
+    op: Op, weights: Value, values: Value, weights_left: bool, scores: list[Value]
+) -> AttentionCall:
+    last = weights.tensor.ndim - 1
+    query_axis, feature_axis = (last - 1, last) if weights_left else (last, last - 1)
+    operands = []
+    for score in scores:
+        assert score.op is not None
+        left, right = (Operand(v, axis) for v, axis in zip(score.op.args[-2:], (last, last - 1)))
+        query_is_left = _query_is_left(weights.tensor, query_axis, score.tensor)
+        if query_is_left is not None:
+            query, key = (left, right) if query_is_left else (right, left)
+            operands += [("query", query), ("key", key)]
+    operands.append(("value", Operand(values, feature_axis)))
+    return AttentionCall(operands, Operand(op.outputs[0], feature_axis))
+
+
+def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
+    """Whether the left factor of `scores` holds the queries; None if one token does not tell.
+
+    The weights of one query depend on the scores of one query with several keys.
+    """
+    side, length = Side(weights, (query_axis,)), weights.shape[query_axis]
+    for query in dict.fromkeys((length - 1, 0, length // 2)):
+        axes = (*range(weights.ndim - 2), query_axis)
+        cotangent = side.at(axes, (*(0 for _ in axes[:-1]), query))
+        derivative = pull(weights, scores, cotangent).abs()
+        reached = derivative > 1e-6 * derivative.max()
+        reached = reached.flatten(0, -3).any(dim=0) if reached.ndim > 2 else reached
+        num_left, num_right = (int(reached.any(dim=d).sum()) for d in (1, 0))
+        if num_left != num_right and 1 in (num_left, num_right):
+            return num_left == 1
+    return None
+
+
+def label_attention(
+    graph: ForwardGraph, maps: dict[Op, LinearMap], calls: list[AttentionCall]
+) -> tuple[ParameterLabels, ParameterLabels, ParameterLabels]:
+    """Label weights by what they make (query, key, value), biases likewise, and outputs by head.
+
+    Returns:
+        Labels of weights, of their biases, and of output projections.
+    """
+    weights, biases = ParameterLabels(graph, _ROLES), ParameterLabels(graph, _ROLES)
+    outputs = ParameterLabels(graph, ("output",))
+    for number, call in enumerate(calls):
+        for role, operand in call.operands:
+            for value in walk_back(operand.value, maps):
+                linear = maps.get(value.op) if value.op else None
+                if linear is not None:
+                    _label_projection(number, role, operand, linear, maps, weights, biases)
+        for linear in consumers_of(call.output.value, graph, maps, calls):
+            _label_output(number, call.output, linear, outputs)
+    return weights, biases, outputs
+
+
+def _label_projection(
+    number: int,
+    role: str,
+    operand: Operand,
+    linear: LinearMap,
+    maps: dict[Op, LinearMap],
+    weights: ParameterLabels,
+    biases: ParameterLabels,
+) -> None:
+    units = Side(linear.output.tensor, tuple(axis for axis, _ in linear.out_axes))
+    source, target = units.tensor, operand.value.tensor
+    if not source.requires_grad or not target.requires_grad:
+        return
+    found = feeding(
+        units,
+        operand.rows,
+        units_of=lambda rows: pull(target, source, rows),
+        rows_of=lambda tangent: push(source, target, tangent),
+    )
+    if found is None:
+        return
+    fed = found.units & ~_feeds_linear_maps(linear, units, maps)
+    if not fed.any():
+        return
+    labels = _unit_labels(role, number, found._replace(units=fed))
+    weights.add(linear.weight, tuple(axis for _, axis in linear.out_axes), labels)
+    for bias in biases_of(linear):
+        if role_of := _bias_labels(role, number, operand, bias, found.rows):
+            biases.add(bias, tuple(range(bias.tensor.ndim)), role_of)
+
+
+def _feeds_linear_maps(linear: LinearMap, units: Side, maps: dict[Op, LinearMap]) -> Tensor:
+    """Which units also enter a linear map: then what they feed is no head, but hidden state."""
+    result = torch.zeros([units.tensor.shape[a] for a in units.axes], dtype=torch.bool)
+    for op in walk_on(linear.output, maps):
+        if op in maps and not result.all():
+            entering = maps[op].input.tensor
+            signs = Side(entering, ()).signs()
+            sizes = units.size(pull(entering, units.tensor, signs), units.axes)
+            result |= sizes > 1e-6 * sizes.max()
+    return result
+
+
+def _bias_labels(
+    role: str, number: int, operand: Operand, bias: Value, rows: list[tuple[int, ...]]
+) -> UnitLabels:
+    side = operand.rows
+
+    def squares(draw: int) -> Tensor:
+        cotangents = (side.at(side.axes, row, draw) for row in rows)
+        return torch.stack(
+            [pull(side.tensor, bias.tensor, c).cpu().double() ** 2 for c in cotangents]
+        )
+
+    return _unit_labels(role, number, Feeding(rows, strong(squares)))
+
+
+def _unit_labels(role: str, number: int, found: Feeding) -> UnitLabels:
+    rows_of: dict[tuple[int, ...], set[Fed]] = {
+        tuple(unit): set() for unit in torch.ones_like(found.units[0]).nonzero().tolist()
+    }
+    for row, *unit in found.units.nonzero().tolist():
+        rows_of[tuple(unit)].add(Fed(role, number, found.rows[row]))
+    return {unit: frozenset(fed) for unit, fed in rows_of.items()}
+
+
+def biases_of(linear: LinearMap) -> list[Value]:
+    """The weights that are added to what a linear map returns."""
+    op = linear.op
+    position = {"addmm": 0, "baddbmm": 0, "linear": 2, "convolution": 2}.get(op.name)
+    given = op.args[position] if position is not None and len(op.args) > position else None
+    found = [given] if given is not None and given.kind == "weight" else []
+    stack = [linear.output]
+    while stack:
+        for consumer in stack.pop().consumers:
+            if consumer.name in VIEWS:
+                stack += consumer.outputs
+            elif consumer.name == "add":
+                found += [v for v in consumer.inputs if v.kind == "weight" and v not in found]
+    return found
+
+
+def consumers_of(
+    output: Value, graph: ForwardGraph, maps: dict[Op, LinearMap], calls: list[AttentionCall]
+) -> list[LinearMap]:
+    """The linear maps that take what attention returned, before it is added to anything else."""
+    outputs = {call.output.value for call in calls}
+    reached: set[Value] = set(outputs)
+    of_this = {output}
+    found = []
+    for op in graph.ops:
+        if reached.isdisjoint(op.inputs) or op.multiplies_activations:
+            continue
+        if op in maps:
+            if maps[op].input in of_this:
+                found.append(maps[op])
+            continue
+        if op.name in _SUMS and not reached.issuperset(op.activations):
+            continue
+        reached.update(op.outputs)
+        if not of_this.isdisjoint(op.inputs):
+            of_this.update(op.outputs)
+    return found
+
+
+def _label_output(
+    number: int, output: Operand, linear: LinearMap, outputs: ParameterLabels
+) -> None:
+    if not linear.in_axes:
+        return
+    units = Side(linear.input.tensor, tuple(axis for axis, _ in linear.in_axes))
+    source, target = output.value.tensor, units.tensor
+    if not source.requires_grad or not target.requires_grad:
+        return
+    found = feeding(
+        units,
+        output.rows,
+        units_of=lambda rows: push(source, target, rows),
+        rows_of=lambda cotangent: pull(target, source, cotangent),
+    )
+    if found is not None:
+        labels = _unit_labels("output", number, found)
+        outputs.add(linear.weight, tuple(axis for _, axis in linear.in_axes), labels)

@@ -1,0 +1,242 @@
+"""One forward pass as a graph: which operation made each tensor, from which others.
+
+A dispatch mode sees every operation below autograd, whatever was written above: `nn.Linear`, `@`
+and `einsum` all arrive as products of matrices, and attention, which runs by its plain formula
+here, as two products with a softmax between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# torch's notes on extending it name this module as the home of the class.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockopt.no_trace import preserved_state
+
+Kind = Literal["constant", "weight", "activation"]
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution")
+LOOKUPS = ("embedding", "index", "index_select", "gather", "embedding_bag", "_embedding_bag")
+
+
+class Value:
+    """A tensor between the operations that write it.
+
+    Attributes:
+        tensor: The tensor, in the graph of autograd.
+        kind: "weight" if it is made of parameters alone, "constant" if of neither parameters nor
+            inputs, else "activation". What is looked up in a weight is an activation.
+        op: The operation that made it, None for parameters, buffers and inputs.
+        consumers: The operations that read it.
+    """
+
+    __slots__ = ("consumers", "kind", "op", "tensor")
+
+    def __init__(self, tensor: Tensor, kind: Kind, op: Op | None) -> None:
+        self.tensor, self.kind, self.op = tensor, kind, op
+        self.consumers: list[Op] = []
+
+
+class Op:
+    """One operation of the pass.
+
+    Attributes:
+        name: Its name without overload, and without the underscore of operations in place.
+        func: What was called.
+        args: What it was given, with a `Value` in the place of each tensor.
+        kwargs: The same by name.
+        inputs: All values that it was given.
+        outputs: All values that it made.
+    """
+
+    __slots__ = ("args", "func", "inputs", "kwargs", "name", "outputs")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = func.overloadpacket.__name__
+        self.name = name.removesuffix("_") if not name.endswith("__") else name
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.inputs = list(_values((args, tuple(kwargs.values()))))
+        self.outputs: list[Value] = []
+
+    @property
+    def activations(self) -> list[Value]:
+        """Those of its inputs that are activations."""
+        return [value for value in self.inputs if value.kind == "activation"]
+
+    @property
+    def multiplies_activations(self) -> bool:
+        """Whether it is a product of two activations, as attention has two."""
+        if self.name not in ("mm", "bmm", "addmm", "baddbmm"):
+            return False
+        return all(value.kind == "activation" for value in self.args[-2:])
+
+
+class ForwardGraph(TorchDispatchMode):
+    """Records the operations of a forward pass, in order.
+
+    Args:
+        model: The model that will run inside of the mode.
+
+    Attributes:
+        ops: The operations.
+        parameters: `{parameter: its name}`, frozen ones included.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.parameters = {parameter: name for name, parameter in model.named_parameters()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._current: dict[int, Value] = {}
+        self._by_storage: dict[int, list[Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        op = Op(func, _replaced(args, self._value_of), _replaced(kwargs, self._value_of))
+        kind = _kind_of_result(op)
+        for tensor in _tensors(result):
+            written = func._schema.is_mutable and id(tensor) in self._current
+            aliases = self._by_storage.setdefault(_storage(tensor), [])
+            if id(tensor) not in self._current:
+                aliases.append(tensor)  # kept alive, so that its id stays its own
+            for alias in aliases if written else [tensor]:
+                value = Value(alias, kind, op)
+                op.outputs.append(value)
+                self._current[id(alias)] = value
+        for value in op.inputs:
+            value.consumers.append(op)
+        self.ops.append(op)
+        return result
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        value = self._current.get(id(tensor))
+        if value is None:
+            kind: Kind = "activation"
+            if tensor in self.parameters:
+                kind = "weight"
+            elif id(tensor) in self._buffers:
+                kind = "constant"
+            value = self._current[id(tensor)] = Value(tensor, kind, None)
+            self._by_storage.setdefault(_storage(tensor), []).append(tensor)
+        return value
+
+
+def _kind_of_result(op: Op) -> Kind:
+    kinds = {value.kind for value in op.inputs}
+    if "activation" in kinds:
+        return "activation"
+    if "weight" not in kinds:
+        return "constant"
+    made_of_two = op.name in PRODUCTS or op.name in LOOKUPS
+    return "activation" if made_of_two else "weight"
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for leaf in tree:
+            yield from _tensors(leaf)
+
+
+def _values(tree: Any) -> Iterator[Value]:
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for leaf in tree:
+            yield from _values(leaf)
+
+
+def _replaced(tree: Any, value_of: Callable[[Tensor], Any]) -> Any:
+    """`tree` with another leaf for each of its tensors."""
+    if isinstance(tree, Tensor):
+        return value_of(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_replaced(leaf, value_of) for leaf in tree)
+    if isinstance(tree, dict):
+        return {key: _replaced(leaf, value_of) for key, leaf in tree.items()}
+    return tree
+
+
+def replay(op: Op, tensor_of: Callable[[Value], Any]) -> Any:
+    """Call an operation again, with other tensors in the place of its inputs."""
+
+    def replaced(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return tensor_of(tree)
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(replaced(leaf) for leaf in tree)
+        return tree
+
+    kwargs = {key: replaced(leaf) for key, leaf in op.kwargs.items()}
+    return op.func(*replaced(op.args), **kwargs)
+
+
+@contextmanager
+def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
+    """Run `model` once on `example`, and yield what happened while its graph is alive.
+
+    The pass leaves no trace in gradients, random numbers, buffers, modes and flags. Tensors stay
+    alive inside the context.
+    """
+    graph = ForwardGraph(model)
+    mha = torch.backends.mha
+    with ExitStack() as stack:
+        stack.enter_context(preserved_state(model))
+        stack.enter_context(_everything_requires_grad(model))
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        with (
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            sdpa_kernel(SDPBackend.MATH),
+            graph,
+        ):
+            _call(model, example)
+        with torch.enable_grad():
+            yield graph
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if isinstance(example, Tensor):
+        inner(example)
+    elif isinstance(example, Mapping):
+        inner(**example)
+    elif isinstance(example, (tuple, list)):
+        inner(*example)
+    elif callable(example):
+        example()
+    else:
+        raise ValueError(
+            f"Invalid example of type {type(example).__name__}. Must be what the model is called "
+            "with: a tensor, a tuple of arguments, a dict of named arguments, or a function "
+            "without arguments that runs the model."
+        )
+
+
+@contextmanager
+def _everything_requires_grad(model: nn.Module) -> Iterator[None]:
+    """Let frozen parameters take part, so that the graph is whole."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

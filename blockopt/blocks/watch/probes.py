@@ -1,0 +1,158 @@
+"""Which units of one tensor feed which rows of another, read from derivatives.
+
+The derivative of a tensor with respect to another is zero exactly where nothing flows. Products
+with it from the left are what autograd computes; products from the right are the derivative of
+those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FEEDS = 0.5  # share of the strongest derivative that counts; a norm over all heads gives less
+_DRAWS = 8  # of random signs, where a norm over all heads ties every unit to every row
+
+
+def _signs(shape: torch.Size, draw: int) -> Tensor:
+    generator = torch.Generator().manual_seed(draw)
+    return (2 * torch.randint(2, shape, generator=generator) - 1).double()
+
+
+def pull(target: Tensor, source: Tensor, cotangent: Tensor) -> Tensor:
+    """`cotangent` times the derivative of `target` with respect to `source`."""
+    (result,) = torch.autograd.grad(
+        target, source, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return result
+
+
+def push(source: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
+    """The derivative of `target` with respect to `source`, times `tangent`."""
+    dual = torch.zeros_like(target, requires_grad=True)
+    (pulled,) = torch.autograd.grad(
+        target, source, dual, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    if not pulled.requires_grad:
+        return torch.zeros_like(target)
+    return pull(pulled, dual, tangent)
+
+
+class Side(NamedTuple):
+    """A tensor of which some axes say which unit an entry is, and all others which token.
+
+    Attributes:
+        tensor: The tensor.
+        axes: The axes of the units.
+    """
+
+    tensor: Tensor
+    axes: tuple[int, ...]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The axes that are not those of units."""
+        return tuple(axis for axis in range(self.tensor.ndim) if axis not in self.axes)
+
+    def signs(self, draw: int = 0) -> Tensor:
+        """Random signs: on a path of views, the derivative of each entry then has modulus 1."""
+        return _signs(self.tensor.shape, draw).to(self.tensor)
+
+    def at(self, axes: tuple[int, ...], index: tuple[int, ...], draw: int = 0) -> Tensor:
+        """Random signs, the same for every index, where the coordinates on `axes` are `index`."""
+        result = torch.zeros_like(self.tensor)
+        where: list[int | slice] = [slice(None)] * self.tensor.ndim
+        for axis, i in zip(axes, index):
+            where[axis] = i
+        chosen = result[tuple(where)]
+        result[tuple(where)] = _signs(chosen.shape, draw).to(chosen)
+        return result
+
+    def size(self, derivative: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The size of a derivative along `axes`, in their order."""
+        rest = [axis for axis in range(derivative.ndim) if axis not in axes]
+        squares = derivative.detach().to("cpu", torch.float64).square()
+        return squares.sum(dim=rest).sqrt() if rest else squares.sqrt()
+
+
+class Feeding(NamedTuple):
+    """Which units feed which rows, for one token.
+
+    Attributes:
+        rows: The index of each row.
+        units: (rows, *units), whether the unit feeds the row or the row the unit.
+    """
+
+    rows: list[tuple[int, ...]]
+    units: Tensor
+
+
+def feeding(
+    units: Side,
+    rows: Side,
+    units_of: Callable[[Tensor], Tensor],
+    rows_of: Callable[[Tensor], Tensor],
+) -> Feeding | None:
+    """Find the rows that belong to one token, and the units that each of them is tied to.
+
+    Args:
+        units: The side whose units are asked for.
+        rows: The side whose rows are asked for; its `axes` number them.
+        units_of: From a perturbation of rows to that of units.
+        rows_of: From a perturbation of units to that of rows.
+
+    Returns:
+        None if nothing flows between the two.
+    """
+    touched = _large(rows.size(rows_of(units.signs()), rows.axes))
+    if not touched:
+        return None
+    start = units_of(rows.at(rows.axes, touched[0]))
+    token = _largest(units.size(start, units.others))
+    if token is None:
+        return None
+    found = _large(rows.size(rows_of(units.at(units.others, token)), rows.axes))
+    if not found:
+        return None
+
+    def squares(draw: int) -> Tensor:
+        perturbed = (units_of(rows.at(rows.axes, row, draw)) for row in found)
+        return torch.stack([_select(p, units.others, token).cpu().double() ** 2 for p in perturbed])
+
+    return Feeding(found, strong(squares))
+
+
+def strong(squares: Callable[[int], Tensor]) -> Tensor:
+    """Where the size of a derivative is large, compared with its largest along the first axis.
+
+    Args:
+        squares: Squared derivatives for a draw of random signs.
+    """
+    total = squares(0)
+    share = total / total.amax(dim=0).clamp(min=1e-300)
+    if bool(((share > 1e-8) & (share < 0.99)).any()):  # neither all nor nothing: average
+        total = sum((squares(draw) for draw in range(1, _DRAWS)), total)
+    strongest = total.amax(dim=0)
+    return (total >= _FEEDS**2 * strongest) & (strongest > 1e-12 * strongest.max())
+
+
+def _select(tensor: Tensor, axes: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
+    for axis, i in sorted(zip(axes, index), reverse=True):
+        tensor = tensor.select(axis, i)
+    return tensor
+
+
+def _large(sizes: Tensor) -> list[tuple[int, ...]]:
+    """The indices at which `sizes` is not negligible."""
+    if not sizes.numel() or not sizes.max() > 0:
+        return []
+    return [tuple(i) for i in (sizes > 1e-6 * sizes.max()).nonzero().tolist()]
+
+
+def _largest(sizes: Tensor) -> tuple[int, ...] | None:
+    if not sizes.numel() or not sizes.max() > 0:
+        return None
+    return tuple((sizes == sizes.max()).nonzero()[0].tolist())
