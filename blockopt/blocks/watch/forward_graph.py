@@ -94,6 +94,7 @@ class ForwardGraph(TorchDispatchMode):
         self.ops: list[Op] = []
         self.parameters = {parameter: name for name, parameter in model.named_parameters()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._knows_inputs = False
         self._current: dict[int, Value] = {}
         self._by_storage: dict[int, list[Tensor]] = {}
 
@@ -118,13 +119,19 @@ class ForwardGraph(TorchDispatchMode):
         self.ops.append(op)
         return result
 
+    def enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook that runs when the model is called: what it is given are its inputs."""
+        for tensor in _tensors((args, kwargs)):
+            self._value_of(tensor).kind = "activation"
+            self._knows_inputs = True
+
     def _value_of(self, tensor: Tensor) -> Value:
         value = self._current.get(id(tensor))
         if value is None:
             kind: Kind = "activation"
             if tensor in self.parameters:
                 kind = "weight"
-            elif id(tensor) in self._buffers:
+            elif id(tensor) in self._buffers or self._knows_inputs:
                 kind = "constant"
             value = self._current[id(tensor)] = Value(tensor, kind, None)
             self._by_storage.setdefault(_storage(tensor), []).append(tensor)
@@ -151,6 +158,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for leaf in tree:
             yield from _tensors(leaf)
+    elif isinstance(tree, Mapping):
+        yield from _tensors(tuple(tree.values()))
 
 
 def _values(tree: Any) -> Iterator[Value]:
@@ -206,19 +215,20 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
             sdpa_kernel(SDPBackend.MATH),
             graph,
         ):
+            hook = model.register_forward_pre_hook(graph.enter, with_kwargs=True)
+            stack.callback(hook.remove)
             _call(model, example)
         with torch.enable_grad():
             yield graph
 
 
 def _call(model: nn.Module, example: Any) -> None:
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if isinstance(example, Tensor):
-        inner(example)
+        model(example)
     elif isinstance(example, Mapping):
-        inner(**example)
+        model(**example)
     elif isinstance(example, (tuple, list)):
-        inner(*example)
+        model(*example)
     elif callable(example):
         example()
     else:

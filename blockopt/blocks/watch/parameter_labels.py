@@ -48,9 +48,8 @@ class ParameterLabels:
                 along = None if coordinate is None else along_unit_axes(coordinate, axes)
                 if along is None:
                     by_dim.pop(dim, None)
-                elif dim in by_dim:
-                    if not _spread(along, labels, by_dim[dim]):
-                        mixed.add(dim)
+                elif dim in by_dim and not _spread(along, labels, by_dim[dim]):
+                    mixed.add(dim)
 
     def layouts(self) -> dict[Tensor, Layout]:
         """The layout of every parameter that has labels."""
@@ -87,7 +86,7 @@ class ParameterLabels:
 
 
 def _spread(along: Tensor, labels: UnitLabels, sets: list[set[Fed]]) -> bool:
-    """Add the label of each unit at its coordinate; return whether units of one coordinate agree."""
+    """Add the label of each unit at its coordinate; return whether those of a coordinate agree."""
     new: dict[int, frozenset[Fed]] = {}
     agree = True
     positions = along.tolist() if along.ndim else [along.item()]

@@ -1,0 +1,98 @@
+"""Weights at the two ends of a model: looked up, added by position, before tokens, or logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
+from blockopt.blocks.watch.linear_maps import LinearMap, parameters_of, walk_back, walk_on
+
+
+def looked_up(graph: ForwardGraph) -> dict[Tensor, str]:
+    """The role of every table that is looked up: `embedding`, or `position`.
+
+    Positions do not depend on the input, or count up by one along the sequence while the indices of
+    another table do not.
+    """
+    lookups = list(_lookups(graph))
+    free = any(index.kind == "activation" and not _counts(index) for _, index in lookups)
+    roles: dict[Tensor, str] = {}
+    for table, index in lookups:
+        fixed = index.kind == "constant" and index.tensor.unique().numel() > 1
+        role = "position" if fixed or (free and _counts(index)) else "embedding"
+        for parameter in parameters_of(table, graph):
+            if roles.get(parameter) != "embedding":
+                roles[parameter] = role
+    return roles
+
+
+def _lookups(graph: ForwardGraph) -> Iterator[tuple[Value, Value]]:
+    """Every table of rows, and the indices of the rows that were taken."""
+    for op in graph.ops:
+        index: Value | None = None
+        if op.name in ("embedding", "embedding_bag", "_embedding_bag"):
+            index = op.args[1]
+        elif op.name == "index" and len(op.args[1]) == 1:
+            index = op.args[1][0]
+        elif op.name == "index_select" and op.args[1] == 0:
+            index = op.args[2]
+        is_table = (
+            bool(op.inputs) and op.inputs[0].kind == "weight" and op.inputs[0].tensor.ndim == 2
+        )
+        if index is not None and is_table and not index.tensor.is_floating_point():
+            yield op.inputs[0], index
+
+
+def _counts(index: Value) -> bool:
+    values = index.tensor
+    return values.ndim > 0 and values.shape[-1] > 2 and bool((values.diff(dim=-1) == 1).all())
+
+
+def added_by_position(graph: ForwardGraph) -> list[Tensor]:
+    """Weights of two or more dimensions that are added to activations."""
+    found: dict[Tensor, None] = {}
+    for op in graph.ops:
+        if op.name != "add" or not op.activations:
+            continue
+        for value in op.inputs:
+            if value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
+                found |= dict.fromkeys(parameters_of(value, graph))
+    return list(found)
+
+
+def put_before_tokens(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Tensor]:
+    """Weights that are concatenated with activations, and not directly used as keys or values."""
+    found: dict[Tensor, None] = {}
+    for op in graph.ops:
+        weights = [value for value in op.inputs if value.kind == "weight"]
+        if op.name != "cat" or not weights or not op.activations:
+            continue
+        if not any(after.multiplies_activations for after in walk_on(op.outputs[0], maps)):
+            for value in weights:
+                found |= dict.fromkeys(parameters_of(value, graph))
+    return list(found)
+
+
+def from_inputs(maps: dict[Op, LinearMap]) -> list[LinearMap]:
+    """Linear maps of patches or features of the model's input: those that see nothing else."""
+    found = []
+    for linear in maps.values():
+        made_of = list(walk_back(linear.input, maps))
+        ends = [v for v in made_of if v.op is None or not v.op.activations]
+        others = [v for v in made_of if v.op and (v.op in maps or v.op.multiplies_activations)]
+        is_input = ends and all(v.op is None and v.tensor.is_floating_point() for v in ends)
+        if is_input and not others:
+            found.append(linear)
+    return found
+
+
+def logits(maps: dict[Op, LinearMap]) -> list[LinearMap]:
+    """Linear maps whose results enter no further one, and which change the width."""
+    return [
+        linear
+        for linear in maps.values()
+        if linear.in_size != linear.out_size
+        and not any(op in maps or op.multiplies_activations for op in walk_on(linear.output, maps))
+    ]

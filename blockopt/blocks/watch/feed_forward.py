@@ -1,0 +1,146 @@
+"""MLPs in a forward pass: linear maps into hidden units, an activation function, and one back out.
+
+Two linear maps, or two halves of one, whose results are multiplied are a gated MLP: the gate is the
+one that went through the activation function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks.watch.forward_graph import Op, Value
+from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
+from blockopt.blocks.watch.probes import Side, pull
+
+# Operations that keep a hidden unit what it is; everything else is an activation function.
+_LINEAR = (
+    *VIEWS,
+    *("add", "sub", "cat", "stack", "neg", "clamp", "native_dropout", "constant_pad_nd", "index"),
+)
+_SCALES = ("mul", "div")
+_SUMS = ("add", "sub", "index_add", "index_put", "_index_put_impl", "scatter_add", "addcmul")
+
+
+class FeedForward(NamedTuple):
+    """One MLP.
+
+    Attributes:
+        into: The linear maps into hidden units, each with the role of every unit.
+        out: The linear map out of them.
+    """
+
+    into: list[tuple[LinearMap, list[str]]]
+    out: LinearMap
+
+
+def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[FeedForward]:
+    """All MLPs of a pass that return to the width they came from and are added to something.
+
+    Args:
+        maps: The linear maps of the pass.
+        taken: Those that are known to do something else.
+    """
+    hidden = {linear: _hidden_maps(linear, maps) for linear in maps.values() if linear not in taken}
+    # A map out of hidden units that enters further ones belongs to a deeper net.
+    entered = {into for out, found in hidden.items() for into in found}
+    result = []
+    for out, found in hidden.items():
+        if not found or out in entered or not taken.isdisjoint(found):
+            continue
+        back_to_width = all(into.in_size == out.out_size for into in found)
+        if back_to_width and _is_added(out, maps):
+            result.append(FeedForward(list(_with_roles(out, found, maps)), out))
+    return result
+
+
+def _hidden_maps(out: LinearMap, maps: dict[Op, LinearMap]) -> list[LinearMap]:
+    """The linear maps of one input that alone, through an activation, make what `out` is given."""
+    made_of = list(walk_back(out.input, maps))
+    if not any(v.op and v.op not in maps and _is_nonlinear(v.op) for v in made_of):
+        return []
+    ends = [v for v in made_of if v.op is None or v.op in maps or v.op.multiplies_activations]
+    found = {maps[v.op]: None for v in ends if v.op in maps}
+    if len(found) < len(ends) or len({_source(linear.input) for linear in found}) != 1:
+        return []
+    return list(found)
+
+
+def _source(value: Value) -> Value:
+    """The value of which another is a view or copy."""
+    while value.op is not None and value.op.name in VIEWS and value.op.activations:
+        value = value.op.activations[0]
+    return value
+
+
+def _is_nonlinear(op: Op) -> bool:
+    if op.name in _SCALES:
+        return len(op.activations) > 1
+    return op.name not in _LINEAR
+
+
+def _is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
+    """Whether what a linear map returns is added to something else, as to a residual stream."""
+    return any(
+        op.name in _SUMS and len(set(op.activations)) > 1
+        for op in walk_on(out.output, maps)
+        if op not in maps
+    )
+
+
+def _with_roles(
+    out: LinearMap, found: list[LinearMap], maps: dict[Op, LinearMap]
+) -> Iterator[tuple[LinearMap, list[str]]]:
+    sides = [Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in found]
+    roles = [["mlp_in"] * m.out_size for m in found]
+    for factors in _multiplied(out, maps):
+        reached = [[_reached(side, *factor) for side in sides] for factor, _ in factors]
+        first, second = (torch.cat([r.flatten() for r in half]) for half in reached)
+        if bool((first & second).any()) or not bool(first.any()) or not bool(second.any()):
+            continue  # an activation function times its own argument, or a factor from elsewhere
+        activated = [is_activated for _, is_activated in factors]
+        if activated[0] == activated[1]:
+            continue  # neither is the gate of the other
+        gate = reached[activated.index(True)]
+        for units, names in zip(gate, roles):
+            for unit in units.flatten().nonzero().flatten().tolist():
+                names[unit] = "mlp_gate"
+    yield from zip(found, roles)
+
+
+Factor = tuple[Tensor, Tensor]  # a tensor, and random signs on the part of it that is the factor
+
+
+def _multiplied(out: LinearMap, maps: dict[Op, LinearMap]) -> Iterator[list[tuple[Factor, bool]]]:
+    """Yield the two factors of each product of activations, and whether each is activated."""
+    for op in dict.fromkeys(v.op for v in walk_back(out.input, maps) if v.op is not None):
+        if op in maps:
+            continue
+        if op.name == "mul" and len(op.activations) == 2:
+            yield [
+                ((v.tensor, Side(v.tensor, ()).signs()), _is_activated(v, maps))
+                for v in op.activations
+            ]
+        elif op.name == "glu":  # the second half enters a sigmoid
+            tensor = op.args[0].tensor
+            dim = op.args[1] if len(op.args) > 1 else -1
+            signs = Side(tensor, ()).signs()
+            halves = [torch.zeros_like(signs), torch.zeros_like(signs)]
+            for number, (half, part) in enumerate(zip(halves, signs.chunk(2, dim))):
+                half.chunk(2, dim)[number].copy_(part)
+            yield [((tensor, halves[0]), False), ((tensor, halves[1]), True)]
+
+
+def _is_activated(value: Value, maps: dict[Op, LinearMap]) -> bool:
+    return any(v.op and v.op not in maps and _is_nonlinear(v.op) for v in walk_back(value, maps))
+
+
+def _reached(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
+    """Which units of a linear map reach a factor."""
+    if not tensor.requires_grad or not side.tensor.requires_grad:
+        return torch.zeros([side.tensor.shape[axis] for axis in side.axes], dtype=torch.bool)
+    sizes = side.size(pull(tensor, side.tensor, cotangent), side.axes)
+    return sizes > 1e-6 * sizes.max()

@@ -1,0 +1,135 @@
+"""The layout of every parameter that one forward pass explains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from blockopt.blocks.layouts import Layout, merge_heads
+from blockopt.blocks.watch import embeddings
+from blockopt.blocks.watch.attention import attention_calls, biases_of, label_attention
+from blockopt.blocks.watch.feed_forward import feed_forwards
+from blockopt.blocks.watch.forward_graph import ForwardGraph, recorded_pass
+from blockopt.blocks.watch.linear_maps import (
+    LinearMap,
+    along_unit_axes,
+    coordinates,
+    linear_maps,
+    parameters_of,
+)
+from blockopt.blocks.watch.norms import norm_parameters
+from blockopt.blocks.watch.storage_order import row_layout
+
+Found = dict[Tensor, Layout]
+
+
+def layouts_of_pass(
+    model: nn.Module, example: Any, *, per_head: bool, per_row: Collection[str]
+) -> Found:
+    """Run `model` once on `example`, and return the layouts of the parameters that it explains."""
+    with recorded_pass(model, example) as graph:
+        maps = linear_maps(graph)
+        calls = attention_calls(graph, maps)
+        weights, biases, outputs = label_attention(graph, maps, calls)
+        made, taking = weights.layouts(), outputs.layouts()
+        attention = {
+            **{bias: _as_bias(layout) for bias, layout in biases.layouts().items()},
+            **taking,
+            **made,
+        }
+        if not per_head:
+            attention = {p: _without_heads(layout) for p, layout in attention.items()}
+        found: Found = dict(attention)
+        users = {linear: parameters_of(linear.weight, graph) for linear in maps.values()}
+        for linear in maps.values():
+            if not found.keys().isdisjoint(users[linear]) and taking.keys() & users[linear]:
+                found = _whole_biases(linear, graph) | found
+        taken = {linear for linear, ps in users.items() if not attention.keys().isdisjoint(ps)}
+        for mlp in feed_forwards(maps, taken):
+            taken |= {mlp.out, *(linear for linear, _ in mlp.into)}
+            for linear, roles in (*mlp.into, (mlp.out, ["mlp_out"] * mlp.out.out_size)):
+                found = _row_layouts(linear, roles, graph, per_row) | found
+        found = _ends(graph, maps, taken, bool(calls), per_row) | found
+        for linear in maps.values():
+            found = _whole_biases(linear, graph) | found
+    return found
+
+
+def _ends(
+    graph: ForwardGraph,
+    maps: dict[Any, LinearMap],
+    taken: set[LinearMap],
+    attends: bool,
+    per_row: Collection[str],
+) -> Found:
+    """Layouts of what stands before the first layer and after the last, and of norms."""
+    found: Found = {}
+    if attends:  # only a transformer's first and last maps are an embedding and a head
+        for linear in embeddings.from_inputs(maps):
+            if linear not in taken:
+                found |= _patch_layouts(linear, graph, per_row)
+        for linear in embeddings.logits(maps):
+            if linear not in taken:
+                found |= _row_layouts(linear, ["head"] * linear.out_size, graph, per_row)
+        found |= {p: Layout(("position",), None) for p in embeddings.added_by_position(graph)}
+        found |= {
+            p: Layout(("embedding",), None) for p in embeddings.put_before_tokens(graph, maps)
+        }
+    for table, role in embeddings.looked_up(graph).items():
+        if table.ndim == 2:
+            found[table] = row_layout([role] * table.shape[0], 0, per_row)
+    return {p: Layout(("norm",), None) for p in norm_parameters(graph)} | found
+
+
+def _as_bias(layout: Layout) -> Layout:
+    return layout._replace(roles=("bias",) * len(layout.roles))
+
+
+def _without_heads(layout: Layout) -> Layout:
+    return layout if layout.split is None else layout._replace(split=merge_heads(layout.split))
+
+
+def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Found:
+    """Biases that are added after the sum over heads, so that they belong to none of them."""
+    return {
+        parameter: Layout(("bias",), None)
+        for bias in biases_of(linear)
+        for parameter in parameters_of(bias, graph)
+        if parameter.ndim == 1
+    }
+
+
+def _patch_layouts(linear: LinearMap, graph: ForwardGraph, per_row: Collection[str]) -> Found:
+    if linear.op.name != "convolution":
+        return _row_layouts(linear, ["embedding"] * linear.out_size, graph, per_row)
+    kernel, stride = linear.weight.tensor.shape[2:], linear.op.args[3]
+    if list(kernel) != list(stride):
+        return {}
+    found = {p: Layout(("embedding",), None) for p in parameters_of(linear.weight, graph)}
+    return found | _whole_biases(linear, graph)
+
+
+def _row_layouts(
+    linear: LinearMap, roles: list[str], graph: ForwardGraph, per_row: Collection[str]
+) -> Found:
+    """Layouts of a weight with a role for each of its outputs, and of its bias."""
+    found: Found = {}
+    axes = tuple(axis for _, axis in linear.out_axes)
+    for parameter in parameters_of(linear.weight, graph):
+        for dim, coordinate in enumerate(coordinates(linear.weight, parameter)):
+            along = None if coordinate is None else along_unit_axes(coordinate, axes)
+            if along is None or along.numel() != parameter.shape[dim] or parameter.shape[dim] == 1:
+                continue
+            order = along.flatten().argsort().tolist()
+            if sorted(along.flatten().tolist()) == list(range(parameter.shape[dim])):
+                found[parameter] = row_layout([roles[i] for i in order], dim, per_row)
+                break
+    layout = next(iter(found.values()), None)
+    if layout is not None:
+        split = None if layout.split is None else layout.split._replace(dim=0)
+        for bias in _whole_biases(linear, graph):
+            if bias.shape[0] == linear.out_size:
+                found[bias] = Layout(("bias",) * len(layout.roles), split)
+    return found

@@ -1,0 +1,58 @@
+"""Weights and biases of normalizations in a forward pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
+from blockopt.blocks.watch.linear_maps import VIEWS, parameters_of
+
+_NORMS = (
+    *("native_layer_norm", "_fused_rms_norm", "native_group_norm"),
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+    *("_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"),
+)
+_STATISTICS = (
+    *("rsqrt", "sqrt", "linalg_vector_norm", "norm", "std", "var", "std_mean", "var_mean"),
+    "reciprocal",
+)
+_DEPTH = 4  # steps between a statistic and the weight that follows: square root, division, cast
+
+
+def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
+    """Parameters of one dimension that scale or shift what was divided by its own statistics."""
+    found: dict[Tensor, None] = {}
+    for op in graph.ops:
+        weights = [value for value in op.inputs if value.kind == "weight"]
+        if not weights or not op.activations:
+            continue
+        is_scale = op.name == "mul" and _is_normalized(op.activations[0], _DEPTH)
+        if op.name in _NORMS or is_scale:
+            for value in (*weights, *(_shifts(op) if is_scale else ())):
+                parameters = parameters_of(value, graph)
+                found |= dict.fromkeys(p for p in parameters if sum(n > 1 for n in p.shape) <= 1)
+    return list(found)
+
+
+def _is_normalized(value: Value, depth: int) -> bool:
+    op = value.op
+    if op is None or depth == 0 or op.name not in (*VIEWS, "mul", "div", "sub", "add"):
+        return False
+    if op.name in ("mul", "div") and any(_is_statistic(v, _DEPTH) for v in op.activations[-2:]):
+        return True
+    return any(_is_normalized(v, depth - 1) for v in op.activations)
+
+
+def _is_statistic(value: Value, depth: int) -> bool:
+    if value.op is None or depth == 0:
+        return False
+    if value.op.name in _STATISTICS:
+        return True
+    passes = value.op.name in (*VIEWS, "add", "clamp_min", "clamp", "pow")
+    return passes and any(_is_statistic(v, depth - 1) for v in value.op.activations)
+
+
+def _shifts(scale: Op) -> list[Value]:
+    """What is added to a scaled value."""
+    adds = [op for output in scale.outputs for op in output.consumers if op.name == "add"]
+    return [value for op in adds for value in op.inputs if value.kind == "weight"]
