@@ -18,7 +18,12 @@ from blockopt.blocks import layouts
 from blockopt.blocks.blocks import ROW_ROLES, Blocks, to_plain
 from blockopt.blocks.known_modules import HEAD_NAMES, POSITION_NAMES, TOKEN_NAMES
 from blockopt.blocks.layouts import Ambiguity, Layout, Linear
+from blockopt.blocks.watch import layouts_of_pass, reconcile
 from blockopt.checks import check_choice, check_range
+
+_EXAMPLE_HELPS = (
+    " Or pass example=batch, what the model is called with, to see it in one forward pass."
+)
 
 
 def find_blocks(
@@ -27,6 +32,7 @@ def find_blocks(
     per_head: bool = True,
     per_row: Collection[str] = ROW_ROLES,
     overrides: Mapping[str, Blocks | str] | None = None,
+    example: Any = None,
 ) -> dict[str, Blocks]:
     """Assign every trainable parameter of `model` to its Hessian blocks.
 
@@ -52,6 +58,11 @@ def find_blocks(
 
     Frozen parameters are left out.
 
+    With an `example` the model runs once, without leaving a trace, and what each weight does is
+    seen where it is used: which rows make the queries, keys and values of which head, and what is
+    an MLP, a norm, an embedding or the head. No name is needed for that. Where a name says another
+    thing than the pass, it raises.
+
     Args:
         model: Any module.
         per_head: Whether to cut attention by head; otherwise query, key, value and output are one
@@ -60,13 +71,17 @@ def find_blocks(
         overrides: `{name or pattern: Blocks or role}` that take the place of what would be found;
             patterns are those of `fnmatch`. A role alone stands for one block of it. A layer of
             None is filled in from the name.
+        example: What the model is called with: a tensor, a tuple of arguments, a dict of named
+            arguments, or a function without arguments that runs the model. Two or more tokens of a
+            small batch are enough. By default nothing runs.
 
     Returns:
         `{parameter name: Blocks}` in the order of `model.named_parameters()`.
 
     Raises:
         ValueError: If a parameter can be read in more than one way, if an override fits no
-            parameter or not its shape, or if `per_row` holds a role that has no rows.
+            parameter or not its shape, if `per_row` holds a role that has no rows, or if the pass
+            on `example` and the names disagree.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
@@ -83,6 +98,9 @@ def find_blocks(
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     chosen = _match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
+    if example is not None:
+        seen = layouts_of_pass(model, example, per_head=per_head, per_row=per_row)
+        found = reconcile(found, seen, names, chosen)
     blocks: dict[str, Blocks] = {}
     for parameter, name in names.items():
         layout = found.get(parameter)
@@ -93,7 +111,7 @@ def find_blocks(
             raise ValueError(
                 f"Cannot tell the blocks of {name!r} of shape {shapes[name]}: {layout.reason}. "
                 f"Pass overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as "
-                f"{{{pattern!r}: 'other'}}."
+                f"{{{pattern!r}: 'other'}}.{'' if example is not None else _EXAMPLE_HELPS}"
             )
         elif layout is None:
             entry = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
@@ -244,6 +262,7 @@ def param_groups(
     weight_decay: float | None = None,
     by: Literal["role", "parameter"] = "role",
     only: Iterable[Tensor] | None = None,
+    example: Any = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups that carry the blocks of `model`, for any optimizer.
 
@@ -259,13 +278,16 @@ def param_groups(
             one group per parameter, which optimizers other than blockopt's need.
         only: Leave out all other parameters, as for those that start to train later; see
             `add_param_group` of the optimizers.
+        example: What the model is called with, as for `find_blocks`: the blocks are then found with
+            the help of one forward pass. Not together with `blocks`.
 
     Returns:
         Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
         `weight_decay` where set.
 
     Raises:
-        ValueError: If `blocks` does not cover the trainable parameters exactly.
+        ValueError: If `blocks` does not cover the trainable parameters exactly, or if both `blocks`
+            and `example` are given.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
@@ -275,6 +297,10 @@ def param_groups(
     check_choice("by", by, ("role", "parameter"))
     if weight_decay is not None:
         check_range("weight_decay", weight_decay)
+    if blocks is not None and example is not None:
+        raise ValueError("Got both blocks and example. Pass find_blocks(model, example=…) alone.")
+    if example is not None:
+        blocks = find_blocks(model, example=example)
     blocks = checked_blocks(model, blocks)
     parameters = dict(model.named_parameters())
     wanted = set(parameters.values() if only is None else only)

@@ -122,7 +122,8 @@ class ForwardGraph(TorchDispatchMode):
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook that runs when the model is called: what it is given are its inputs."""
         for tensor in _tensors((args, kwargs)):
-            self._value_of(tensor).kind = "activation"
+            self._value_of(tensor)  # keeps it alive
+            self._current[id(tensor)] = Value(tensor, "activation", None)
             self._knows_inputs = True
 
     def _value_of(self, tensor: Tensor) -> Value:

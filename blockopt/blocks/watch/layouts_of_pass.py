@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from blockopt.blocks.layouts import Layout, merge_heads
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, merge_heads
 from blockopt.blocks.watch import embeddings
 from blockopt.blocks.watch.attention import attention_calls, biases_of, label_attention
 from blockopt.blocks.watch.feed_forward import feed_forwards
@@ -22,26 +22,33 @@ from blockopt.blocks.watch.linear_maps import (
 from blockopt.blocks.watch.norms import norm_parameters
 from blockopt.blocks.watch.storage_order import row_layout
 
-Found = dict[Tensor, Layout]
-
 
 def layouts_of_pass(
     model: nn.Module, example: Any, *, per_head: bool, per_row: Collection[str]
-) -> Found:
-    """Run `model` once on `example`, and return the layouts of the parameters that it explains."""
+) -> Layouts:
+    """Run `model` once on `example`, and return the layouts of the parameters that it explains.
+
+    Raises:
+        ValueError: If the example does not run the model.
+    """
     with recorded_pass(model, example) as graph:
+        if not any(value.kind == "weight" for op in graph.ops for value in op.inputs):
+            raise ValueError(
+                f"Invalid example: it uses no parameter of {type(model).__name__}. Must be what "
+                "this very model is called with, or a function that calls it, not a copy."
+            )
         maps = linear_maps(graph)
         calls = attention_calls(graph, maps)
         weights, biases, outputs = label_attention(graph, maps, calls)
         made, taking = weights.layouts(), outputs.layouts()
-        attention = {
-            **{bias: _as_bias(layout) for bias, layout in biases.layouts().items()},
+        attention: Layouts = {
+            **_as_biases(biases.layouts()),
             **taking,
             **made,
         }
         if not per_head:
             attention = {p: _without_heads(layout) for p, layout in attention.items()}
-        found: Found = dict(attention)
+        found: Layouts = dict(attention)
         users = {linear: parameters_of(linear.weight, graph) for linear in maps.values()}
         for linear in maps.values():
             if not found.keys().isdisjoint(users[linear]) and taking.keys() & users[linear]:
@@ -63,9 +70,9 @@ def _ends(
     taken: set[LinearMap],
     attends: bool,
     per_row: Collection[str],
-) -> Found:
+) -> Layouts:
     """Layouts of what stands before the first layer and after the last, and of norms."""
-    found: Found = {}
+    found: Layouts = {}
     if attends:  # only a transformer's first and last maps are an embedding and a head
         for linear in embeddings.from_inputs(maps):
             if linear not in taken:
@@ -83,15 +90,22 @@ def _ends(
     return {p: Layout(("norm",), None) for p in norm_parameters(graph)} | found
 
 
-def _as_bias(layout: Layout) -> Layout:
-    return layout._replace(roles=("bias",) * len(layout.roles))
+def _as_biases(layouts: Layouts) -> Layouts:
+    """Layouts of biases that are cut like their weight, whose `Ambiguity` says it for both."""
+    return {
+        bias: layout._replace(roles=("bias",) * len(layout.roles))
+        for bias, layout in layouts.items()
+        if isinstance(layout, Layout)
+    }
 
 
-def _without_heads(layout: Layout) -> Layout:
-    return layout if layout.split is None else layout._replace(split=merge_heads(layout.split))
+def _without_heads(layout: Layout | Ambiguity) -> Layout | Ambiguity:
+    if isinstance(layout, Ambiguity) or layout.split is None:
+        return layout
+    return layout._replace(split=merge_heads(layout.split))
 
 
-def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Found:
+def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Layouts:
     """Biases that are added after the sum over heads, so that they belong to none of them."""
     return {
         parameter: Layout(("bias",), None)
@@ -101,7 +115,7 @@ def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Found:
     }
 
 
-def _patch_layouts(linear: LinearMap, graph: ForwardGraph, per_row: Collection[str]) -> Found:
+def _patch_layouts(linear: LinearMap, graph: ForwardGraph, per_row: Collection[str]) -> Layouts:
     if linear.op.name != "convolution":
         return _row_layouts(linear, ["embedding"] * linear.out_size, graph, per_row)
     kernel, stride = linear.weight.tensor.shape[2:], linear.op.args[3]
@@ -113,9 +127,9 @@ def _patch_layouts(linear: LinearMap, graph: ForwardGraph, per_row: Collection[s
 
 def _row_layouts(
     linear: LinearMap, roles: list[str], graph: ForwardGraph, per_row: Collection[str]
-) -> Found:
+) -> Layouts:
     """Layouts of a weight with a role for each of its outputs, and of its bias."""
-    found: Found = {}
+    found: Layouts = {}
     axes = tuple(axis for _, axis in linear.out_axes)
     for parameter in parameters_of(linear.weight, graph):
         for dim, coordinate in enumerate(coordinates(linear.weight, parameter)):
@@ -127,7 +141,7 @@ def _row_layouts(
                 found[parameter] = row_layout([roles[i] for i in order], dim, per_row)
                 break
     layout = next(iter(found.values()), None)
-    if layout is not None:
+    if isinstance(layout, Layout):
         split = None if layout.split is None else layout.split._replace(dim=0)
         for bias in _whole_biases(linear, graph):
             if bias.shape[0] == linear.out_size:

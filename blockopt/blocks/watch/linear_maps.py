@@ -6,7 +6,7 @@ Where each entry of a parameter ends up is found by sending its coordinates the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,10 +139,10 @@ def _coordinate(value: Value, parameter: Tensor, dim: int) -> Tensor | None:
         return None  # an operation that takes no integers
 
 
-def _send(value: Value, follow: object) -> Tensor | None:
+def _send(value: Value, follow: Callable[[Value], Tensor | None]) -> Tensor | None:
     """What becomes of coordinates in the operation that makes `value`."""
     op = value.op
-    if op is None or not callable(follow):
+    if op is None:
         return None
     sources = {source: sent for source in op.inputs if (sent := follow(source)) is not None}
     if not sources:
@@ -154,7 +154,8 @@ def _send(value: Value, follow: object) -> Tensor | None:
         return first.reshape(value.tensor.shape)
     if op.name in _VIEWS or op.name in ("cat", "stack"):
         result = replay(op, lambda v: sources.get(v, torch.full(v.tensor.shape, -1)))
-        return result if isinstance(result, Tensor) else result[_position(value, op)]
+        results: Sequence[Tensor] = [result] if isinstance(result, Tensor) else result
+        return results[_position(value, op)]
     # Elementwise: scales, normalizations and parametrizations of the weight.
     for sent in sources.values():
         if torch.broadcast_shapes(sent.shape, value.tensor.shape) == value.tensor.shape:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from blockopt.blocks.layouts import Layout
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
+from blockopt.blocks.split import Split
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Value
 from blockopt.blocks.watch.linear_maps import along_unit_axes, coordinates, parameters_of
 from blockopt.blocks.watch.storage_order import Label, layout_of
@@ -51,31 +52,33 @@ class ParameterLabels:
                 elif dim in by_dim and not _spread(along, labels, by_dim[dim]):
                     mixed.add(dim)
 
-    def layouts(self) -> dict[Tensor, Layout]:
-        """The layout of every parameter that has labels."""
-        found = {}
+    def layouts(self) -> Layouts:
+        """The layout of every parameter that has labels, an `Ambiguity` if they have no order."""
+        found: Layouts = {}
         for parameter, by_dim in self._sets.items():
-            layout = self._layout(by_dim, self._mixed[parameter])
-            if layout is not None:
-                found[parameter] = layout
+            labels = self._along_one_dimension(by_dim, self._mixed[parameter])
+            if labels is not None:
+                dim, along = labels
+                found[parameter] = (
+                    _stack(along, dim, parameter) or layout_of(along, dim) or _no_order(along, dim)
+                )
         return found
 
-    def _layout(self, by_dim: dict[int, list[set[Fed]]], mixed: set[int]) -> Layout | None:
+    def _along_one_dimension(
+        self, by_dim: dict[int, list[set[Fed]]], mixed: set[int]
+    ) -> tuple[int, list[Label]] | None:
+        """The dimension that tells roles and heads apart, with the label of each of its entries."""
         labels = {dim: [self._label(fed) for fed in sets] for dim, sets in by_dim.items()}
         whole = {dim: found for dim, found in labels.items() if dim not in mixed}
         if not whole:  # heads lie along another dimension than roles: keep the roles
             whole = {
                 dim: [label._replace(block=None) for label in ls] for dim, ls in labels.items()
             }
-        candidates = {
-            dim: found
-            for dim, found in whole.items()
-            if {"other"} != {label.role for label in found}
-        }
-        if not candidates:
+        told = {dim: found for dim, found in whole.items() if any(f.role != "other" for f in found)}
+        if not told:
             return None
-        dim = max(candidates, key=lambda dim: (len(set(candidates[dim])), len(candidates[dim])))
-        return layout_of(candidates[dim], dim)
+        dim = max(told, key=lambda dim: (len(set(told[dim])), len(told[dim])))
+        return dim, told[dim]
 
     def _label(self, fed: set[Fed]) -> Label:
         for role in self._roles:
@@ -85,15 +88,28 @@ class ParameterLabels:
         return Label("other", None)
 
 
+def _stack(labels: list[Label], dim: int, parameter: Tensor) -> Layout | None:
+    """The layout of a parameter that stacks one matrix for each head."""
+    roles = {label.role for label in labels}
+    if dim != 0 or parameter.ndim != 3 or len(roles) > 1 or len(set(labels)) < len(labels):
+        return None
+    return Layout((*roles,), Split(1, (parameter.shape[1],), (1,), stack=len(labels)))
+
+
+def _no_order(labels: list[Label], dim: int) -> Ambiguity:
+    roles = tuple(dict.fromkeys(label.role for label in labels))
+    return Ambiguity(
+        "in the forward pass on `example`, its heads are of different sizes",
+        f"Blocks(roles={roles}, split=Split(dim={dim}, sizes=(...), parts=(...)))",
+    )
+
+
 def _spread(along: Tensor, labels: UnitLabels, sets: list[set[Fed]]) -> bool:
     """Add the label of each unit at its coordinate; return whether those of a coordinate agree."""
     new: dict[int, frozenset[Fed]] = {}
     agree = True
-    positions = along.tolist() if along.ndim else [along.item()]
-    for unit, fed in labels.items():
-        position = positions
-        for i in unit:
-            position = position[i]
+    positions = along.flatten().tolist()
+    for (_, fed), position in zip(sorted(labels.items()), positions, strict=True):
         if position < 0:
             continue
         agree &= new.setdefault(position, fed) == fed

@@ -62,13 +62,20 @@ class Side(NamedTuple):
         return _signs(self.tensor.shape, draw).to(self.tensor)
 
     def at(self, axes: tuple[int, ...], index: tuple[int, ...], draw: int = 0) -> Tensor:
-        """Random signs, the same for every index, where the coordinates on `axes` are `index`."""
+        """Random entries, the same for every index, where the coordinates on `axes` are `index`.
+
+        They are orthogonal to what the tensor holds there: to first order, such a change passes a
+        norm over all heads as if its denominator were constant.
+        """
         result = torch.zeros_like(self.tensor)
         where: list[int | slice] = [slice(None)] * self.tensor.ndim
         for axis, i in zip(axes, index):
             where[axis] = i
-        chosen = result[tuple(where)]
-        result[tuple(where)] = _signs(chosen.shape, draw).to(chosen)
+        held = self.tensor.detach()[tuple(where)].cpu().double()
+        signs = _signs(held.shape, draw)
+        across = signs - held * ((signs * held).sum() / held.square().sum().clamp(min=1e-300))
+        chosen = across if across.norm() > 0.1 * signs.norm() else signs
+        result[tuple(where)] = chosen.to(result)
         return result
 
     def size(self, derivative: Tensor, axes: tuple[int, ...]) -> Tensor:

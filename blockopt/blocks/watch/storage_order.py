@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -23,26 +24,33 @@ class _Section(NamedTuple):
     parts: int
 
 
-def layout_of(labels: Sequence[Label], dim: int) -> Layout:
+def layout_of(labels: Sequence[Label], dim: int) -> Layout | None:
     """The layout of a parameter whose entries along `dim` have these labels.
 
     A pattern that comes back with other blocks (heads stored interleaved) or with the same ones
-    (heads stored last) is a repeat. Where no `Split` has the blocks, those of a role become one.
+    (heads stored last) is a repeat. Where blocks of equal size have no `Split`, those of a role
+    become one. None stands for labels without any order.
 
     Example:
         >>> labels = [Label(role, 0) for role in ("query", "query", "key")]
         >>> layout_of(labels, dim=0).split
-        Split(dim=0, sizes=(2, 1), parts=(1, 1), repeat=1, pooled=False)
+        Split(dim=0, sizes=(2, 1), parts=(1, 1))
         >>> last = [Label("query", head) for _ in range(8) for head in range(2)]
         >>> layout_of(last, dim=0).split
         Split(dim=0, sizes=(2,), parts=(2,), repeat=8, pooled=True)
     """
     found = _fit(labels, dim)
-    if found is None:
+    if found is None and _are_equal(labels):
         found = _fit([label._replace(block=None) for label in labels], dim)
-    if found is None:
-        raise ValueError(f"cannot express {labels[:8]} along dimension {dim}")
     return found
+
+
+def _are_equal(labels: Sequence[Label]) -> bool:
+    """Whether the blocks of each role have one size."""
+    sizes = Counter(labels)
+    return len({(label.role, size) for label, size in sizes.items()}) == len(
+        {label.role for label in sizes}
+    )
 
 
 def _fit(labels: Sequence[Label], dim: int) -> Layout | None:
@@ -80,9 +88,9 @@ def row_layout(roles: Sequence[str], dim: int, per_row: Collection[str]) -> Layo
 
     Example:
         >>> row_layout(["mlp_gate", "mlp_in"] * 3, 0, ("mlp_gate", "mlp_in")).split
-        Split(dim=0, sizes=(1, 1), parts=(1, 1), repeat=3, pooled=False)
+        Split(dim=0, sizes=(1, 1), parts=(1, 1), repeat=3)
     """
     labels = [Label(role, i if role in per_row else None) for i, role in enumerate(roles)]
-    layout = layout_of(labels, dim)
+    layout = layout_of(labels, dim) or Layout(tuple(dict.fromkeys(roles))[:1], None)
     whole = layout.split is not None and layout.split.num_blocks == 1
     return layout._replace(split=None) if whole else layout

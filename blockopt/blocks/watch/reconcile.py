@@ -1,0 +1,62 @@
+"""One answer from two readings: what the names of modules say, and what a forward pass shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from blockopt.blocks.blocks import Blocks
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
+
+# Roles that a pass proves. In others, such as norms and positions, names may tell more.
+_PROVEN = {
+    *("query", "key", "value", "output", "gate", "mlp_in", "mlp_gate", "mlp_out", "head"),
+}
+
+
+def reconcile(
+    by_names: Layouts,
+    in_pass: Layouts,
+    names: Mapping[Any, str],
+    settled: Collection[str],
+) -> Layouts:
+    """Take what the pass shows where the names of modules say nothing, or nothing certain.
+
+    Args:
+        by_names: The layouts that the names of modules give.
+        in_pass: The layouts that the pass shows.
+        names: The name of every parameter that counts.
+        settled: The names of those that have an override.
+
+    Raises:
+        ValueError: If the two disagree, with both readings of each parameter.
+    """
+    result: Layouts = dict(by_names)
+    disagreements = []
+    for parameter, seen in in_pass.items():
+        said, name = by_names.get(parameter), names.get(parameter)
+        if name is None or name in settled or seen == said:
+            continue
+        if said is None or isinstance(said, Ambiguity):
+            result[parameter] = seen
+        elif isinstance(seen, Ambiguity):
+            continue
+        elif _PROVEN & {*seen.roles, *said.roles} and "bias" not in said.roles:
+            disagreements.append(
+                f"  {name!r} of shape {tuple(parameter.shape)}\n"
+                f"    by its name: {_shown(said)}\n"
+                f"    in the pass: {_shown(seen)}"
+            )
+        elif (*said.roles, *seen.roles) == ("embedding", "position"):
+            result[parameter] = seen  # any nn.Embedding is an embedding by its name
+    if disagreements:
+        raise ValueError(
+            "The names of modules and the forward pass on `example` disagree about "
+            f"{len(disagreements)} parameters:\n" + "\n".join(disagreements) + "\nPass the right "
+            "one of each as overrides={name: Blocks(...)}, or leave `example` out to go by names."
+        )
+    return result
+
+
+def _shown(layout: Layout) -> str:
+    return repr(Blocks(layout.roles, None, layout.split))
