@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockopt.analysis.closed_forms.banded_product import banded_product, last_seen
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm, ScoreVectors
 
@@ -120,6 +121,7 @@ class AttentionHead:
         self.query, self.key = self.queries.value, self.keys.value
         self.W_V, self.W_U = weights.value, weights.output
         self.visible, added, self.scale, self.softmax = scoring[:4]
+        self.last_seen = last_seen(self.visible)
         scores = self.scale * self.query @ self.key.mT
         scores = scores if added is None else scores + added
         if self.softmax:
@@ -127,11 +129,11 @@ class AttentionHead:
         else:
             self.weights = scores * self.visible
         self.first_moment = self.weights @ X
-        # Derivatives of softmax do not see a common shift. Without it, tokens that differ little
-        # from their mean keep their digits.
+        # Derivatives of softmax do not see a common shift. Without it, tokens keep their digits if
+        # they differ little from each other, or if nearly all attention is on a few large ones.
         self.features = {"x": X, "key": self.key, "value": self.value}
         if self.softmax:
-            self.features = {k: f - f.mean(1, keepdim=True) for k, f in self.features.items()}
+            self.features = {name: f - self._attended(f) for name, f in self.features.items()}
         self.means = {name: self.weights @ f for name, f in self.features.items()}
 
     @property
@@ -150,8 +152,8 @@ class AttentionHead:
             b: Another, or the same.
         """
         if not self.softmax:
-            return _sum_of_products(self.visible.to(self.x), self.features[a], self.features[b])
-        products = _sum_of_products(self.weights, self.features[a], self.features[b])
+            return self._sum_of_products(self.visible.to(self.x), a, b)
+        products = self._sum_of_products(self.weights, a, b)
         return products - self.means[a].unsqueeze(-1) * self.means[b].unsqueeze(-2)
 
     def score_gradient(self, g: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class AttentionHead:
             cross = cross + cross.mT
         else:
             cross = cross + self.means[a].unsqueeze(-1) * (w @ right).unsqueeze(-2)
-        return _sum_of_products(w, left, right) - cross
+        return self._sum_of_products(w, a, b) - cross
 
     def factor(self, role: str) -> Factor:
         """Return the Jacobian by one weight."""
@@ -235,6 +237,17 @@ class AttentionHead:
         """Return what the second derivative of softmax adds to `C_iᵀ Λ_i C_i`, (B, L, r, s)."""
         left, right = ("x" if role == "key" else "key" for role in (row, column))
         return self.scale**2 * self.third_moment(w, left, right)
+
+    def _sum_of_products(self, w: Tensor, a: str, b: str) -> Tensor:
+        """Return `Σ_j w_ij a_j b_jᵀ`, (B, L, p, r)."""
+        left, right = self.features[a], self.features[b]
+        products = (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
+        sums = banded_product(w, products, self.last_seen)
+        return sums.view(*w.shape[:2], left.shape[-1], right.shape[-1])
+
+    def _attended(self, f: Tensor) -> Tensor:
+        """Return what is seen on average, the mean of `A f` over positions, (B, 1, p)."""
+        return self.weights.mean(1, keepdim=True) @ f
 
     def before_output(self, g: Tensor) -> Tensor:
         """Return a gradient at the output of the layer, taken back before the output matrix."""
@@ -301,10 +314,3 @@ def sum_over_positions(
     out = None if scratch is None else scratch[: shape[0] * shape[1]].view(shape)
     product = torch.mm(first.mT, second, out=out).view([sizes[index] for index in order])
     return product.permute([order.index(index) for index in "abce"])
-
-
-def _sum_of_products(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `Σ_j w_ij a_j b_jᵀ`, (B, L, p, r)."""
-    products = (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
-    sums: Tensor = (w @ products).unflatten(-1, (a.shape[-1], b.shape[-1]))
-    return sums

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.attention_head import AttentionHead
-
-# Slices of the matrices of all positions take about this much memory.
-CHUNK_BYTES = 2**28
+from blockopt.analysis.closed_forms.banded_product import bands
+from blockopt.analysis.closed_forms.key_inner_products import (
+    inner_products_by_coordinates,
+    inner_products_by_tokens,
+)
 
 
 class KeyMatrices:
@@ -29,100 +31,92 @@ class KeyMatrices:
     """
 
     def __init__(self, head: AttentionHead, curvature: Tensor, w: Tensor, part: str) -> None:
-        self._scale = head.scale**2
+        self._head, self._scale = head, head.scale**2
         self._x = head.features["x"]
         batch, length, self.size = self._x.shape
         self.count = batch * length
-        self._outer = None if part == "functional" else (head.covariance("value", "x"), curvature)
+        self._curvature = None if part == "functional" else curvature
         self._w = w if part != "outer" and head.softmax else None
-        self._m, self._c = head.means["x"], w @ self._x
+        self._built: Tensor | None = None
 
     def traces(self) -> Tensor:
         """Return the trace of each, (n,)."""
-        return self.diagonals().sum(-1)
+        shared = self._curvature is None or self._curvature.stride()[:2] == (0, 0)
+        if not shared or not self._head.softmax:
+            return self.diagonals().sum(-1)
+        # Without any D_i: everything in inner products of tokens, in O(n L).
+        tokens, A = self._x @ self._x.mT, self._head.weights
+        seen = A @ tokens
+        total = self._x.new_zeros(A.shape[:2])
+        if self._curvature is not None:
+            value = self._head.features["value"]
+            outputs = value @ self._curvature[0, 0] @ value.mT
+            of_outputs = A @ outputs
+            products = (A @ (outputs * tokens) - 2 * of_outputs * seen) * A
+            total += products.sum(-1) + (of_outputs * A).sum(-1) * (seen * A).sum(-1)
+        if self._w is not None:
+            squares = tokens.diagonal(dim1=-2, dim2=-1).unsqueeze(1)
+            total += (self._w * (squares - 2 * seen)).sum(-1)
+        return self._scale * total.flatten()
 
     def diagonals(self) -> Tensor:
         """Return the diagonal of each, (n, d)."""
-        total = self._x.new_zeros(self._x.shape)
-        if self._outer is not None:
-            D, curvature = self._outer
-            total = (D * (curvature @ D)).sum(-2)
+        total = torch.zeros_like(self._x)
+        if self._curvature is not None:
+            total = self._outer_diagonals(self._curvature)
         if self._w is not None:
-            total = total + self._w @ self._x.square() - 2 * self._c * self._m
+            c, m = self._w @ self._x, self._head.means["x"]
+            total = total + self._w @ self._x.square() - 2 * c * m
         return self._scale * total.flatten(0, 1)
 
     def product(self, z: Tensor) -> Tensor:
         """Return `E_i z_i`, (n, d, k)."""
         z = z.unflatten(0, self._x.shape[:2])
         total = torch.zeros_like(z)
-        if self._outer is not None:
-            D, curvature = self._outer
-            total = D.mT @ (curvature @ (D @ z))
+        if self._curvature is not None:
+            D = self._covariance()
+            total = D.mT @ (self._curvature @ (D @ z))
         if self._w is not None:
             seen = self._w.unsqueeze(-1) * torch.einsum("bjd,bidk->bijk", self._x, z)
             total = total + torch.einsum("bjd,bijk->bidk", self._x, seen)
-            m, c = self._m.unsqueeze(-1), self._c.unsqueeze(-1)
+            m, c = self._head.means["x"].unsqueeze(-1), (self._w @ self._x).unsqueeze(-1)
             total = total - c * (m * z).sum(-2, keepdim=True) - m * (c * z).sum(-2, keepdim=True)
         return self._scale * total.flatten(0, 1)
 
     def inner_products(self) -> Tensor:
         """Return `⟨E_i, E_j⟩`, (n, n), without holding all E_i at once."""
-        total = self._x.new_zeros(self.count, self.count)
-        if self._outer is not None:
-            total += self._outer_outer()
-        if self._w is not None:
-            total += self._functional_functional()
-        if self._outer is not None and self._w is not None:
-            mixed = self._functional_outer()
-            total += mixed + mixed.mT
-        return self._scale**2 * total
+        length = self._x.shape[1]
+        if self._curvature is None and self._w is None:
+            return self._x.new_zeros(self.count, self.count)
+        # The costs of the two ways per pair of positions, in multiplications
+        cheaper = inner_products_by_coordinates
+        if self._head.softmax and 6 * length**2 < self.size**2:
+            cheaper = inner_products_by_tokens
+        return self._scale**2 * cheaper(self._head, self._curvature, self._w)
 
-    def _outer_outer(self) -> Tensor:
-        assert self._outer is not None
-        D, curvature = (t.flatten(0, 1) for t in self._outer)
-        weighted = curvature @ D
-        total = D.new_zeros(self.count, self.count)
-        step = max(1, CHUNK_BYTES // (D.element_size() * self.count * self.size))
-        for start in range(0, self.size, step):
-            # By symmetry only from the diagonal on; what is beyond it counts twice.
-            square = min(step, self.size - start)
-            slab = weighted[:, :, start : start + square].mT @ D[:, :, start:]
-            slab[:, :, square:] *= 2**0.5
-            _add_gram(total, slab.flatten(1))
-        return total.tril() + total.tril(-1).mT
-
-    def _functional_functional(self) -> Tensor:
-        """Return `⟨T_i, T_j⟩` by inner products of tokens, in O(n² L) without d by d matrices."""
-        assert self._w is not None
-        x, w = self._x.flatten(0, 1), torch.block_diag(*self._w)
-        m, c = self._m.flatten(0, 1), self._c.flatten(0, 1)
-        quartic = w @ (x @ x.mT).square() @ w.mT
-        # ⟨Σ_j w_ij x_j x_jᵀ, c_l m_lᵀ + m_l c_lᵀ⟩
-        cubic = 2 * w @ ((x @ c.mT) * (x @ m.mT))
-        low = 2 * ((c @ c.mT) * (m @ m.mT) + (c @ m.mT) * (m @ c.mT))
-        total: Tensor = quartic - cubic - cubic.mT + low
+    def _outer_diagonals(self, curvature: Tensor) -> Tensor:
+        """Return the diagonals of `D_iᵀ Λ_i D_i`, (B, L, d), some positions at a time."""
+        head = self._head
+        if not head.softmax:
+            D = self._covariance()
+            return (D * (curvature @ D)).sum(-2)
+        value, mean, strengths = head.features["value"], head.means["value"], None
+        if curvature.stride()[:2] == (0, 0):  # one Λ, which a rotation of the values diagonalises
+            strengths, basis = torch.linalg.eigh(curvature[0, 0])
+            value, mean = value @ basis, mean @ basis
+        products = (value.unsqueeze(-1) * self._x.unsqueeze(-2)).flatten(2)
+        total = torch.empty_like(self._x)
+        for rows, end in bands(head.last_seen):
+            D = (head.weights[:, rows, :end] @ products[:, :end]).unflatten(2, (-1, self.size))
+            D -= mean[:, rows].unsqueeze(-1) * head.means["x"][:, rows].unsqueeze(-2)
+            if strengths is None:
+                total[:, rows] = (D * (curvature[:, rows] @ D)).sum(-2)
+            else:
+                total[:, rows] = torch.einsum("p,bipa->bia", strengths, D.square_())
         return total
 
-    def _functional_outer(self) -> Tensor:
-        """Return `⟨T_i, D_lᵀ Λ_l D_l⟩` in row i and column l."""
-        assert self._outer is not None
-        assert self._w is not None
-        D, curvature = (t.flatten(0, 1) for t in self._outer)
-        x, m, c = self._x.flatten(0, 1), self._m.flatten(0, 1), self._c.flatten(0, 1)
-        columns = []
-        step = max(1, CHUNK_BYTES // (3 * D.element_size() * self.count * D.shape[1]))
-        for D_l, curvature_l in zip(D.split(step), curvature.split(step)):
-            D_x, D_m, D_c = (D_l @ t.mT for t in (x, m, c))  # (chunk, dv, n)
-            squares = (D_x * (curvature_l @ D_x)).sum(1)  # x_jᵀ Dᵀ Λ D x_j, (chunk, n)
-            by_sequence = squares.unflatten(1, self._x.shape[:2])
-            mean = torch.einsum("bij,lbj->lbi", self._w, by_sequence).flatten(1)
-            columns.append(mean - 2 * (D_c * (curvature_l @ D_m)).sum(1))
-        return torch.cat(columns).mT
-
-
-def _add_gram(total: Tensor, rows: Tensor) -> None:
-    """Add the inner products of all rows to the lower triangle of `total`."""
-    step = max(1, len(rows) // 8)
-    for start in range(0, len(rows), step):
-        band = rows[start : start + step]
-        total[start : start + step, : start + len(band)].addmm_(band, rows[: start + len(band)].mT)
+    def _covariance(self) -> Tensor:
+        """Return `D_i`, (B, L, dv, d), kept for the next product."""
+        if self._built is None:
+            self._built = self._head.covariance("value", "x")
+        return self._built

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from blockopt.analysis.closed_forms import key_matrices
+from blockopt.analysis.closed_forms import banded_product, key_inner_products, key_matrices
+from blockopt.analysis.closed_forms.attention_head import AttentionHead
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
-from tests.analysis.closed_forms.test_self_attention import CAUSAL, SHAPES, make
+from tests.analysis.closed_forms.test_self_attention import SHAPES, make
 from tests.helpers.attention_reference import assert_close, draw
 
 
@@ -63,15 +64,80 @@ def test_layer_of_gpt2_small():
     assert_close(block.trace(), block.diagonal().sum(), 1e-4)
 
 
-def test_key_blocks_in_many_slices(monkeypatch):
-    """A few bytes at a time: all slices of the inner products are there, once."""
-    X, weights, target = draw(L=4, d=5, dk=3, batch=2, dv=3, d_out=4)
-    hessian, _ = make(X, weights, target, True, mask=CAUSAL)
+MASKS = {
+    "all": torch.ones(7, 7, dtype=torch.bool),
+    "causal": torch.ones(7, 7, dtype=torch.bool).tril(),
+    "window": torch.ones(7, 7, dtype=torch.bool).tril().triu(-2),
+    "backward": torch.ones(7, 7, dtype=torch.bool).triu(),
+}
+
+
+@pytest.mark.parametrize("part", ["outer", "functional", "full"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cross_entropy", [False, True], ids=["squared error", "cross-entropy"])
+def test_norms_of_key_blocks(monkeypatch, mask, part, cross_entropy):
+    """Both ways to the inner products, in tiles and bands of any size, with any mask."""
+    X, weights, target = draw(L=7, d=9, dk=3, batch=3, dv=3, d_out=4)
+    hessian, _ = make(X, weights, target, cross_entropy, mask=MASKS[mask])
+    exact = hessian.block("key", "key", part).square().sum()
+    one = hessian.attention.heads[0]
+    ends = one.W_U, one.W_U
+    curvature = hessian.loss.curvature(hessian.attention.output, *ends)
+    given = (
+        curvature if part != "functional" else None,
+        hessian.score_gradients[0] if part != "outer" else None,
+    )
+    queries = one.query.flatten(0, 1)
+    weight = one.scale**4 * (queries @ queries.mT).square()
+    for size in (1, 3000, 2**20):
+        monkeypatch.setattr(key_inner_products, "CHUNK_BYTES", size)
+        found = key_inner_products.inner_products_by_tokens(one, *given)
+        assert_close((weight * found).sum(), exact)
+    for tile, band in ((2, 2), (4, 3), (64, 128)):
+        monkeypatch.setattr(key_inner_products, "TILE", tile)
+        monkeypatch.setattr(banded_product, "BAND", band)
+        found = key_inner_products.inner_products_by_coordinates(one, *given)
+        assert_close((weight * found).sum(), exact)
+        block = hessian.block("key", "key", part)
+        assert_close(hessian.factored("key", 0, part).diagonal(), block.diagonal())
+        assert_close(block.square().sum(), exact)
+
+
+@pytest.mark.parametrize(("L", "d"), [(3, 12), (5, 4)])
+def test_the_cheaper_way_is_taken(monkeypatch, L, d):
+    X, weights, target = draw(L=L, d=d, dk=2)
+    hessian, _ = make(X, weights, target, False)
+    other = "coordinates" if d**2 > 6 * L**2 else "tokens"
+    monkeypatch.setattr(key_matrices, f"inner_products_by_{other}", None)
     exact = hessian.block("key", "key").square().sum()
     assert_close(hessian.factored("key").squared_frobenius(), exact)
-    for size in (1, 200, 700):
-        monkeypatch.setattr(key_matrices, "CHUNK_BYTES", size)
-        assert_close(hessian.factored("key").squared_frobenius(), exact)
+
+
+@pytest.mark.parametrize("part", ["outer", "functional", "full"])
+def test_a_trace_builds_no_matrices(monkeypatch, part):
+    X, weights, target = draw(L=6, d=5, dk=3, batch=2)
+    hessian, _ = make(X, weights, target, False)
+    exact = hessian.block("key", "key", part).trace()
+    monkeypatch.setattr(AttentionHead, "covariance", None)
+    assert_close(hessian.factored("key", 0, part).trace(), exact)
+
+
+def test_attention_sinks_in_float32():
+    """One token that nearly all attention falls on, far from the others, costs few digits."""
+    X, weights, target = draw(L=12, d=8, dk=4, dv=4, d_out=8)
+    X[:, 0] = 300 * X[:, 0].sign()
+    mask = torch.zeros(12, 12, dtype=X.dtype)
+    mask[:, 0] = 8.0
+    mask = mask.masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    small = {role: 0.003 * w if role in ("query", "key") else w for role, w in weights.items()}
+    exact, _ = make(X, small, target, False, mask=mask)
+    rounded = {role: w.float() for role, w in small.items()}
+    found, _ = make(X.float(), rounded, target.float(), False, mask=mask.float())
+    for role in ("query", "key"):
+        assert_close(found.block(role, role).double(), exact.block(role, role), 3e-6)
+        wanted = exact.factored(role)
+        assert_close(found.factored(role).trace().double(), wanted.trace(), 3e-6)
+        assert_close(found.factored(role).frobenius().double(), wanted.frobenius(), 3e-6)
 
 
 def test_positions_without_a_matrix():
