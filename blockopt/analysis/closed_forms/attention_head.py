@@ -23,43 +23,17 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.banded_product import banded_product, last_seen
+from blockopt.analysis.closed_forms.jacobian_factors import (
+    Factor,
+    Term,
+    add_on_diagonal,
+    assemble,
+)
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm, ScoreVectors
 
 ROLES = ("query", "query_key", "key", "value", "output")
 SCORE_ROLES = ("query", "query_key", "key")
-
-
-class Factor(NamedTuple):
-    """The Jacobian of one head's output at each position by one weight: a vector times a matrix.
-
-    Attributes:
-        vector: Over the rows or the columns of the weight, (B, L, p). None if the Jacobian is no
-            such product; `core` is the whole of it then.
-        core: Over the other index, (B, L, d, r), where d is the width of the head's output before
-            the output matrix. None is the identity.
-        vector_first: Whether the vector belongs to the rows of the weight.
-        projected: Whether the head's output matrix follows; it does not for that matrix itself.
-    """
-
-    vector: Tensor | None
-    core: Tensor | None
-    vector_first: bool
-    projected: bool
-
-    def jacobian(self, width: int) -> Tensor:
-        """Return the whole Jacobian, (B L, d, n), for an output of the given width d."""
-        if self.vector is None:
-            assert self.core is not None
-            return self.core.flatten(0, 1)
-        vector, core = self.vector.flatten(0, 1), self.core
-        if core is None:
-            core = torch.eye(width, dtype=vector.dtype, device=vector.device).unsqueeze(0)
-        else:
-            core = core.flatten(0, 1)
-        if self.vector_first:
-            return (vector[:, None, :, None] * core.unsqueeze(2)).flatten(2)
-        return (core.unsqueeze(3) * vector[:, None, None, :]).flatten(2)
 
 
 class HeadWeights(NamedTuple):
@@ -192,9 +166,7 @@ class AttentionHead:
             return Factor(self.first_moment, None, True, True)
         return Factor(self.weights @ self.value, None, True, False)
 
-    def functional(
-        self, row: str, column: str, g: Tensor, w: Tensor, scratch: Tensor | None = None
-    ) -> Tensor:
+    def functional(self, row: str, column: str, g: Tensor, w: Tensor) -> Tensor:
         """Return `Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights.
 
         It is zero for one value or output matrix twice.
@@ -204,34 +176,33 @@ class AttentionHead:
             column: Another, or the same.
             g: A gradient at the output of the layer, (B, L, d_out).
             w: `score_gradient` at it.
-            scratch: Memory to use for the result.
         """
         if ROLES.index(row) > ROLES.index(column):
-            return self.functional(column, row, g, w, scratch).permute(2, 3, 0, 1)
-        vectors = {"key": self.query, "query": self.x, "query_key": self.x}
-        if column in vectors:
-            left, right = (
-                Factor(vectors[role], None, role != "key", True) for role in (row, column)
-            )
-            block = assemble(left, right, self.functional_matrices(row, column, w), scratch)
-            return block if row == column else add_on_diagonal(block, self.score_mixed(w))
-        if row in vectors:
-            # The other weight multiplies m_i, or the head's output, which move with the scores.
-            moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
-            covariance = self.covariance(moved, "x" if row == "key" else "key")
-            pattern = "nb,ne,nca" if row == "key" else "na,ne,ncb"
-            return sum_over_positions(
-                pattern, vectors[row], other, self.scale * covariance, scratch
-            )
+            return self.functional(column, row, g, w).permute(2, 3, 0, 1)
+        if row in SCORE_ROLES:
+            vector = self.query if row == "key" else self.x
+            block = assemble(vector, row != "key", [self.functional_term(row, column, g, w)])
+            mixed = column in SCORE_ROLES and row != column
+            return add_on_diagonal(block, self.score_mixed(w)) if mixed else block
         rows, columns = (
             self.W_V.shape if role == "value" else (self.W_V.shape[1], g.shape[-1])
             for role in (row, column)
         )
         block = g.new_zeros(*rows, *columns)
         if row != column:  # F is linear in the value and in the output matrix, and in their product
-            mixed = torch.einsum("bla,ble->ae", self.first_moment, g)
-            block.diagonal(dim1=1, dim2=2).add_(mixed.unsqueeze(-1))
+            mixed_entries = torch.einsum("bla,ble->ae", self.first_moment, g)
+            block.diagonal(dim1=1, dim2=2).add_(mixed_entries.unsqueeze(-1))
         return block
+
+    def functional_term(self, row: str, column: str, g: Tensor, w: Tensor) -> Term:
+        """Return what the derivatives of softmax add to the block of queries or keys in `row`."""
+        if column in SCORE_ROLES:
+            vector = self.query if column == "key" else self.x
+            return Term(self.functional_matrices(row, column, w), vector, column != "key")
+        # The other weight multiplies m_i, or the head's output, which move with the scores.
+        moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
+        covariance = self.covariance("x" if row == "key" else "key", moved)
+        return Term(self.scale * covariance, other, False)
 
     def functional_matrices(self, row: str, column: str, w: Tensor) -> Tensor:
         """Return what the second derivative of softmax adds to `C_iᵀ Λ_i C_i`, (B, L, r, s)."""
@@ -259,58 +230,3 @@ class AttentionHead:
         The functional query-key block has it because the scores hold the product `W_Q W_Kᵀ`.
         """
         return self.scale * torch.einsum("bia,bij,bjc->ac", self.x, w, self.x)
-
-
-def outer_block(left: Factor, right: Factor, curvature: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `J_leftᵀ Λ J_right` of whole Jacobians, by the entries of both weights."""
-    J_left, J_right = left.jacobian(curvature.shape[-2]), right.jacobian(curvature.shape[-1])
-    middle = (curvature.flatten(0, 1) @ J_right).flatten(0, 1)
-    return (J_left.flatten(0, 1).mT @ middle).view(shape)
-
-
-def outer_matrices(left: Factor, right: Factor, curvature: Tensor) -> Tensor:
-    """Return `core_leftᵀ Λ_i core_right`, (B, L, r, s), for Λ (B, L, d_left, d_right)."""
-    middle = curvature if left.core is None else left.core.mT @ curvature
-    return middle if right.core is None else middle @ right.core
-
-
-def assemble(
-    left: Factor, right: Factor, matrices: Tensor, scratch: Tensor | None = None
-) -> Tensor:
-    """Sum over positions both vectors times a matrix, by the entries of both weights."""
-    rows, columns = "ab" if left.vector_first else "ba", "ce" if right.vector_first else "ec"
-    pattern = f"n{rows[0]},n{columns[0]},n{rows[1]}{columns[1]}"
-    assert left.vector is not None
-    assert right.vector is not None
-    return sum_over_positions(pattern, left.vector, right.vector, matrices, scratch)
-
-
-def add_on_diagonal(block: Tensor, matrix: Tensor) -> Tensor:
-    """Add `matrix[a, c]` where b = e to a block (a, b, c, e): `matrix ⊗ I`."""
-    block.diagonal(dim1=1, dim2=3).add_(matrix.unsqueeze(-1))
-    return block
-
-
-def sum_over_positions(
-    pattern: str, left: Tensor, right: Tensor, matrices: Tensor, scratch: Tensor | None
-) -> Tensor:
-    """Return the einsum `pattern` over all positions n to abce, as a view of a matrix product.
-
-    The operand that holds the last index e comes second, so that it stays contiguous: results are
-    large, and moving them is most of the work. For the same reason they go to `scratch` if there is
-    one: fresh memory costs more than the product.
-    """
-    i, j, k = pattern.replace("n", "").split(",")
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    if matrices.stride()[:2] == (0, 0):  # one matrix for all positions
-        vectors, matrices = (left.mT @ right).flatten().unsqueeze(0), matrices[0, :1]
-    else:
-        vectors = (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(1)
-        matrices = matrices.flatten(0, 1)
-    sizes = dict(zip(i + j + k, (left.shape[1], right.shape[1], *matrices.shape[1:])))
-    first, second = (vectors, matrices.flatten(1)) if "e" in k else (matrices.flatten(1), vectors)
-    order = i + j + k if "e" in k else k + i + j
-    shape = first.shape[1], second.shape[1]
-    out = None if scratch is None else scratch[: shape[0] * shape[1]].view(shape)
-    product = torch.mm(first.mT, second, out=out).view([sizes[index] for index in order])
-    return product.permute([order.index(index) for index in "abce"])

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.attention_head import outer_matrices
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
 from blockopt.analysis.closed_forms.factored_block import FactoredBlock
 from blockopt.analysis.closed_forms.grouped_keys import GroupedKeys
 from blockopt.analysis.closed_forms.grouped_values import GroupedValues
+from blockopt.analysis.closed_forms.jacobian_factors import outer_matrices
 from blockopt.analysis.closed_forms.key_matrices import KeyMatrices
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum, Matrices, SharedMatrix
 from blockopt.analysis.closed_forms.output_loss import OutputLoss

@@ -9,18 +9,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.attention_head import (
-    SCORE_ROLES,
+from blockopt.analysis.closed_forms.attention_head import ROLES, SCORE_ROLES
+from blockopt.analysis.closed_forms.attention_map import Activation, AttentionMap, Parametrization
+from blockopt.analysis.closed_forms.checks import check_number
+from blockopt.analysis.closed_forms.factored_attention import factored_attention
+from blockopt.analysis.closed_forms.factored_block import FactoredBlock
+from blockopt.analysis.closed_forms.jacobian_factors import (
     Factor,
+    Term,
     add_on_diagonal,
     assemble,
     outer_block,
     outer_matrices,
 )
-from blockopt.analysis.closed_forms.attention_map import Activation, AttentionMap, Parametrization
-from blockopt.analysis.closed_forms.checks import check_number
-from blockopt.analysis.closed_forms.factored_attention import factored_attention
-from blockopt.analysis.closed_forms.factored_block import FactoredBlock
 from blockopt.analysis.closed_forms.output_loss import OutputLoss, SquaredError
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
@@ -181,16 +182,14 @@ class SelfAttentionHessian:
         offsets = [0, *itertools.accumulate(self.attention.size(role) for role, _ in places)]
         check_memory(offsets[-1], offsets[-1], X.dtype, X.device)
         whole = X.new_empty(offsets[-1], offsets[-1])
-        scratch = X.new_empty(2, max(self.attention.size(role) for role in self.roles) ** 2)
+        scratch = X.new_empty(max(self.attention.size(role) for role in self.roles) ** 2)
         for (i, left), (j, right) in itertools.combinations_with_replacement(enumerate(places), 2):
             rows, columns = slice(offsets[i], offsets[i + 1]), slice(offsets[j], offsets[j + 1])
             block = self._block(left, right, factors, part, scratch)
             target = whole[rows, columns]
             target.unflatten(1, block.shape[2:]).unflatten(0, block.shape[:2]).copy_(block)
-            if i != j:  # contiguous memory is much faster than columns of the large matrix
-                first, second = scratch[:, : target.numel()]
-                copied = first.view(target.shape).copy_(target)
-                whole[columns, rows] = second.view(target.mT.shape).copy_(copied.mT)
+            if i != j:
+                _copy_transposed(target, whole[columns, rows])
         return whole
 
     def factored(self, role: str, head: int = 0, part: Part = "full") -> FactoredBlock:
@@ -264,7 +263,7 @@ class SelfAttentionHessian:
         part: Part,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """Return the block of two weights by the entries of both; `scratch` has room for two.
+        """Return the block of two weights by the entries of both; `scratch` has room for it.
 
         For weights that heads share, it is the sum of the blocks between these heads.
         """
@@ -295,28 +294,27 @@ class SelfAttentionHessian:
         scratch: Tensor | None,
     ) -> Tensor:
         """Return the block of the weights of two heads."""
-        first, second = (None, None) if scratch is None else scratch
         (row, head), (column, other) = left, right
-        shape = self.attention.shapes[row] + self.attention.shapes[column]
-        at_scores = row in SCORE_ROLES and column in SCORE_ROLES
-        one, w = self.attention.heads[head], self.score_gradients[head]
-        if part == "functional" and head == other:
-            return one.functional(row, column, self.gradient_of_output, w, first)
-        if part in ("functional", "score_functional"):
-            entries = w.new_zeros(shape)
-        else:
+        if ROLES.index(row) > ROLES.index(column):
+            return self._between(right, left, factors, part, scratch).permute(2, 3, 0, 1)
+        one, w, same = self.attention.heads[head], self.score_gradients[head], head == other
+        factor, terms = factors[left], []
+        if part in ("outer", "full", "score_outer"):
             curvature = self._curvature_between(left, right, factors)
-            matrices = outer_matrices(factors[left], factors[right], curvature)
-            functional = part != "outer" and head == other
-            if functional and at_scores:  # both parts have the same vectors: one sum for both
-                matrices = matrices + one.functional_matrices(row, column, w)
-            entries = assemble(factors[left], factors[right], matrices, first)
-            if functional and not at_scores and row != column:  # zero for one matrix twice
-                entries.add_(one.functional(row, column, self.gradient_of_output, w, second))
-        mixed = head == other and {row, column} == {"query", "key"}
-        if mixed and part in ("full", "score_functional"):
-            product = one.score_mixed(w)
-            add_on_diagonal(entries, product if row == "query" else product.mT)
+            matrices = outer_matrices(factor, factors[right], curvature)
+            terms = [_term(matrices, factors[right])]
+        at_rows = same and row in SCORE_ROLES and part not in ("outer", "score_functional")
+        if at_rows:  # both parts have the same vector in the rows: one sum for both
+            terms.append(one.functional_term(row, column, self.gradient_of_output, w))
+        if terms:
+            assert factor.vector is not None
+            entries = assemble(factor.vector, factor.vector_first, terms, scratch)
+        else:
+            entries = w.new_zeros(self.attention.shapes[row] + self.attention.shapes[column])
+        if same and (row, column) == ("query", "key") and part not in ("outer", "score_outer"):
+            add_on_diagonal(entries, one.score_mixed(w))
+        if same and (row, column) == ("value", "output") and part in ("functional", "full"):
+            entries += one.functional(row, column, self.gradient_of_output, w)
         return entries
 
     def _between_transformed(
@@ -350,3 +348,15 @@ class SelfAttentionHessian:
             for place in (left, right)
         ]
         return self.loss.curvature(self.attention.output, *ends)
+
+
+def _term(matrices: Tensor, right: Factor) -> Term:
+    assert right.vector is not None
+    return Term(matrices, right.vector, right.vector_first)
+
+
+def _copy_transposed(source: Tensor, target: Tensor) -> None:
+    """Write the transpose of a matrix, some rows at a time: small contiguous pieces are faster."""
+    for start in range(0, len(source), 64):
+        piece = source[start : start + 64].contiguous()
+        target[:, start : start + 64] = piece.mT.contiguous()

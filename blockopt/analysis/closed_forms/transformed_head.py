@@ -17,13 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.attention_head import (
-    ROLES,
-    AttentionHead,
-    Factor,
-    assemble,
-    sum_over_positions,
-)
+from blockopt.analysis.closed_forms.attention_head import ROLES, AttentionHead
+from blockopt.analysis.closed_forms.jacobian_factors import Factor, Term, assemble
 
 
 class TransformedHead(AttentionHead):
@@ -49,20 +44,18 @@ class TransformedHead(AttentionHead):
         assert plain.core is not None
         return plain._replace(core=plain.core @ self.queries.jacobian)
 
-    def functional(
-        self, row: str, column: str, g: Tensor, w: Tensor, scratch: Tensor | None = None
-    ) -> Tensor:
+    def functional(self, row: str, column: str, g: Tensor, w: Tensor) -> Tensor:
         """Return `Σ_i g_i · ∂²F_i / ∂W_row ∂W_column` by the entries of both weights."""
         if ROLES.index(row) > ROLES.index(column):
             return self.functional(column, row, g, w).permute(2, 3, 0, 1)
         if column in ("query", "key"):
             return self.moment_part(row, column, w) + self.score_part(row, column, w)
         if row not in ("query", "key"):
-            return super().functional(row, column, g, w, scratch)
+            return super().functional(row, column, g, w)
         moved, other = ("x", self.before_output(g)) if column == "value" else ("value", g)
         if row == "query":
-            covariance = self.scale * self.covariance(moved, "key") @ self.queries.jacobian
-            return sum_over_positions("na,ne,ncb", self.x, other, covariance, None)
+            covariance = self.scale * self.queries.jacobian.mT @ self.covariance("key", moved)
+            return assemble(self.x, True, [Term(covariance, other, False)])
         covariance = self.scale * self.key_covariance(moved)
         block = torch.einsum("bipn,bie->npe", covariance, other)
         return block.view(self.x.shape[-1], -1, *block.shape[1:])
@@ -73,8 +66,7 @@ class TransformedHead(AttentionHead):
             return self.moment_part("query", "key", w).permute(2, 3, 0, 1)
         Q, factor = self.queries.jacobian, self.scale**2
         if row == column == "query":
-            left = Factor(self.x, None, True, True)
-            return assemble(left, left, self._query_moments(w))
+            return assemble(self.x, True, [Term(self._query_moments(w), self.x, True)])
         width = self.x.shape[-1]
         shape = (width, Q.shape[-1], width, Q.shape[-1])
         if not self.softmax:
@@ -88,8 +80,7 @@ class TransformedHead(AttentionHead):
             return (factor * block).reshape(shape)
         K = self.keys.jacobian
         seen = torch.einsum("bij,bip,biq->bjpq", w, self.query, self.query)  # Σ_i w_ij q_i q_iᵀ
-        left = Factor(self.x, None, True, True)
-        squares = assemble(left, left, K.mT @ seen @ K)
+        squares = assemble(self.x, True, [Term(K.mT @ seen @ K, self.x, True)])
         mean, c = mean.flatten(0, 2), c.flatten(0, 2)
         cross = (mean.mT @ c).view(shape)
         return factor * (squares - cross - cross.permute(2, 3, 0, 1))
@@ -103,9 +94,7 @@ class TransformedHead(AttentionHead):
         if (row, column) == ("key", "query"):
             return self.score_part("query", "key", w).permute(2, 3, 0, 1)
         if row == column:
-            second = self.second_derivative(row, w)
-            left = Factor(self.x, None, True, True)
-            return assemble(left, left, second)
+            return assemble(self.x, True, [Term(self.second_derivative(row, w), self.x, True)])
         Q, K, x = self.queries.jacobian, self.keys.jacobian, self.x
         by_query, by_key = (
             (x[:, :, None, :, None] * t.unsqueeze(3)).flatten(3) for t in (Q, K)
