@@ -357,6 +357,7 @@ def _term(matrices: Tensor, right: Factor) -> Term:
 
 def _copy_transposed(source: Tensor, target: Tensor) -> None:
     """Write the transpose of a matrix, some rows at a time: small contiguous pieces are faster."""
-    for start in range(0, len(source), 64):
-        piece = source[start : start + 64].contiguous()
-        target[:, start : start + 64] = piece.mT.contiguous()
+    step = max(64, 2**16 // source.shape[1])
+    for start in range(0, len(source), step):
+        piece = source[start : start + step].contiguous()
+        target[:, start : start + step] = piece.mT.contiguous()
