@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blockopt import Split, param_groups
 from blockopt.blocks import from_plain
-from blockopt.optim.muon import is_hidden_matrix
+from blockopt.optim.matrix_sections import is_hidden_matrix
 from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config, to_huggingface
 
 

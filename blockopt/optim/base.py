@@ -82,6 +82,11 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         """Update the parameters and states of a group."""
 
+    def _update_all(self, work: Work, magnitudes_of_all: list[list[Tensor]]) -> None:
+        """Update all groups."""
+        for (group, entries), magnitudes in zip(work, magnitudes_of_all):
+            self._update(entries, magnitudes, group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
@@ -109,8 +114,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 work.append((group, entries))
         magnitudes_of_all = self._magnitudes(work)
         if self._usable(work, magnitudes_of_all):
-            for (group, entries), magnitudes in zip(work, magnitudes_of_all):
-                self._update(entries, magnitudes, group)
+            self._update_all(work, magnitudes_of_all)
         return loss
 
     def _init_group(self, group: dict[str, Any], only_with_gradient: bool = True) -> None:

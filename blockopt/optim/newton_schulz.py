@@ -1,11 +1,35 @@
-"""Orthogonalization by Newton and Schulz's iteration, in the device's fastest dtype."""
+"""Orthogonalization by an iteration of Newton and Schulz's kind, in the device's fastest dtype.
+
+Each step maps every singular value by a polynomial a σ + b σ³ + c σ⁵, as in Muon (Jordan et al.,
+2024). Here each step has its own, the one that brings an interval of singular values closest to 1
+(Amsel et al., "The Polar Express", 2025). Two more savings: the iteration begins at a sharper bound
+of the singular values than their root of squares, and for long matrices it runs on the small Gram
+matrix (Zhang, Amsel, Chen and Dao, 2026). `tests/optim/test_newton_schulz.py` derives the
+coefficients again.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# The largest singular value that a step takes, then a, b, c; the last row is the last step. Step
+# k from the end takes values that the steps before it leave in an interval, widened by 3 % for the
+# rounding of bfloat16, and has the smallest error on it. The last brings them to [0.7, 1.2].
+COEFFICIENTS = (
+    (1.999620, 4.130100, -2.890121, 0.505715),
+    (1.998475, 4.120926, -2.884332, 0.505145),
+    (1.993900, 4.084624, -2.861395, 0.502888),
+    (1.975809, 3.946798, -2.773792, 0.494286),
+    (1.907339, 3.498026, -2.482064, 0.465924),
+    (1.687115, 2.463033, -1.755185, 0.386864),
+)
+# Matrices longer than this many times their width iterate on the Gram matrix, where two steps take
+# the products of a square matrix that one step takes with long ones.
+LONG = 1.5
+# Steps on the Gram matrix before it is computed anew. More would be cheaper, but its rounding
+# errors grow with the square of the singular values, and in bfloat16 three steps diverge.
+STEPS_ON_GRAM = 2
 
 
 def fastest_cpu_dtype() -> torch.dtype:
@@ -27,20 +51,78 @@ def iteration_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
-    """Roughly the nearest (semi-)orthogonal matrix of each, with singular values in [0.7, 1.2].
+    """Roughly the nearest (semi-)orthogonal matrix of each.
 
-    Each step maps every singular value by the quintic a σ + b σ³ + c σ⁵ whose coefficients Jordan
-    et al. chose for speed.
+    With 4 iterations singular values from 0.3 % of the largest up end in [0.7, 1.2]; with 3 from
+    1.2 %, with 5 from 0.08 %. Smaller ones end below, and a matrix of zeros stays one.
 
     Args:
-        matrices: (number, rows, columns) with rows <= columns. Overwritten.
+        matrices: (number, rows, columns). Overwritten.
         iterations: Number of steps.
     """
-    a, b, c = COEFFICIENTS
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
-    x = matrices.div_(norms.clamp_min_(1e-7))
-    for _ in range(iterations):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+    rows, columns = matrices.shape[1:]
+    known = len(COEFFICIENTS)
+    steps = [COEFFICIENTS[max(0, index)] for index in range(known - iterations, known)]
+    square: Tensor | None
+    x, gram, square = _normalize(matrices, bound=steps[0][0])
+    at_once = STEPS_ON_GRAM if max(rows, columns) > LONG * min(rows, columns) else 1
+    for first in range(0, iterations, at_once):
+        if first > 0:
+            gram, square = _gram(x), None
+        x = _take_steps(x, gram, square, [step[1:] for step in steps[first : first + at_once]])
     return x
+
+
+def _normalize(x: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale the matrices to singular values of at most `bound`; also return G = XXᵀ and G².
+
+    The fourth root of the norm of G² is the eighth root of the sum of σ⁸: at least the largest
+    singular value, and far below the root of the sum of σ² if there are many.
+    """
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    gram = _gram(x.div_(norms.clamp_min_(1e-7)))
+    square = torch.bmm(gram, gram)
+    largest = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt_().sqrt_()
+    scale = bound / largest.clamp_min_(1e-3)
+    return x.mul_(scale), gram.mul_(scale**2), square.mul_(scale**4)
+
+
+def _take_steps(
+    x: Tensor, gram: Tensor, square: Tensor | None, steps: list[tuple[float, ...]]
+) -> Tensor:
+    """Take steps X ← p(G) X with p(G) = a + b G + c G², all but the last on G alone.
+
+    G ← p(G) G p(G) follows X, and the product of the p(G) is applied to X in the end.
+    """
+    factor: Tensor | None = None
+    for a, b, c in steps[:-1]:
+        higher = _higher_terms(gram, square, b, c)
+        half = torch.baddbmm(gram, higher, gram, beta=a)
+        gram = torch.baddbmm(half, higher, half, beta=a)
+        factor = higher if factor is None else torch.baddbmm(factor, higher, factor, beta=a)
+        if factor is higher:
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+        square = None
+    a, b, c = steps[-1]
+    higher = _higher_terms(gram, square, b, c)
+    if factor is None:
+        return _times(higher, x, plus=a)
+    return _times(torch.baddbmm(factor, higher, factor, beta=a), x)
+
+
+def _higher_terms(gram: Tensor, square: Tensor | None, b: float, c: float) -> Tensor:
+    """B G + c G², from G² if it is known already."""
+    if square is None:
+        return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    return square.mul_(c).add_(gram, alpha=b)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """The smaller of XXᵀ and XᵀX."""
+    return torch.bmm(x, x.mT) if x.shape[1] <= x.shape[2] else torch.bmm(x.mT, x)
+
+
+def _times(factor: Tensor, x: Tensor, plus: float = 0.0) -> Tensor:
+    """(F + plus) X, or X (F + plus) for the other Gram matrix."""
+    left, right = (factor, x) if x.shape[1] <= x.shape[2] else (x, factor)
+    return torch.baddbmm(x, left, right, beta=plus) if plus else torch.bmm(left, right)

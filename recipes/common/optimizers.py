@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 import blockopt
 from blockopt.block_lr.optimizer_hooks import unwrapped
 from blockopt.blocks import from_plain
-from blockopt.optim.muon import is_hidden_matrix
+from blockopt.optim.matrix_sections import is_hidden_matrix
 from recipes.common.errors import MissingPackageError, UsageError
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
@@ -234,7 +234,7 @@ class MuonWithAdamW(Optimizer):
                 chosen = [
                     (p, blocks)
                     for p, blocks in zip(group["params"], group["blocks"])
-                    if is_hidden_matrix(p[1], from_plain(blocks)) == hidden
+                    if (p[1].ndim == 2 and is_hidden_matrix(p[1], from_plain(blocks))) == hidden
                 ]
                 if chosen:
                     params, blocks = map(list, zip(*chosen))

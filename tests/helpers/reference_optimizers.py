@@ -113,11 +113,20 @@ class ReferenceMuon(ReferenceAdamW):
         return out.movedim(0, dim)
 
 
+# Of each step: the bound of its singular values, and the polynomial. See test_newton_schulz.py.
+STEPS = (
+    (1.993900, 4.084624, -2.861395, 0.502888),
+    (1.975809, 3.946798, -2.773792, 0.494286),
+    (1.907339, 3.498026, -2.482064, 0.465924),
+    (1.687115, 2.463033, -1.755185, 0.386864),
+)
+
+
 def newton_schulz(x: Tensor) -> Tensor:
-    if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T).T
+    """Four steps, by their definition, from a bound of the largest singular value."""
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    gram = x @ x.T
+    x = x * STEPS[0][0] / (gram @ gram).norm().pow(0.25).clamp(min=1e-3)
+    for _, a, b, c in STEPS:
+        x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
     return x

@@ -14,6 +14,7 @@ from tests.helpers.optimizers import (
     tiny_gpt,
     train,
 )
+from tests.helpers.reference_optimizers import newton_schulz
 
 
 def run(model, optimizer, steps=6):
@@ -78,19 +79,31 @@ class Matrices(nn.Module):
         self.mlp.fc1, self.mlp.fc2 = nn.Linear(16, 40, bias=False), nn.Linear(40, 16, bias=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_equals_torch(nesterov, dtype, monkeypatch):
-    monkeypatch.setattr("blockopt.optim.newton_schulz.CPU_DTYPE", dtype)
+def test_muon_equals_torch_with_the_same_orthogonalization(nesterov, monkeypatch):
+    """Torch takes five steps with fixed coefficients; with our four steps all else is the same."""
+    monkeypatch.setattr("blockopt.optim.newton_schulz.CPU_DTYPE", torch.float32)
+    monkeypatch.setattr(
+        "torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: newton_schulz(x)
+    )
     ours, theirs = Matrices(), Matrices()
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
     run(ours, blockopt.BlockMuon(blockopt.param_groups(ours, weight_decay=0.1), **options))
     run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
-        moved, difference = (b - start).norm(), (a - b).norm()
-        assert (
-            difference < 2e-2 * moved
-        )  # torch iterates in bfloat16, whose relative spacing is 2^-8
+        assert (a - b).norm() < 1e-5 * (b - start).norm()
+
+
+def test_muon_moves_as_torch_does():
+    """Both are rough orthogonal factors of the same momentum."""
+    ours, theirs = Matrices(), Matrices()
+    options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0}
+    run(ours, blockopt.BlockMuon(blockopt.param_groups(ours, weight_decay=0.0), **options))
+    run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
+    for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
+        mine, others = (a - start).flatten(), (b - start).flatten()
+        assert torch.cosine_similarity(mine, others, dim=0) > 0.98
+        assert 0.9 < mine.norm() / others.norm() < 1.15
 
 
 def test_muon_update_has_the_root_mean_square_of_adamw():
