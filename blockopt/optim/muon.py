@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks, expand
+from blockopt.blocks import MATRIX_ROLES, Blocks, expand
 from blockopt.checks import check_count, check_range
 from blockopt.distributed import full, is_sharded, local, local_part
 from blockopt.optim.adamw import (
@@ -19,7 +20,14 @@ from blockopt.optim.adamw import (
     check_adamw_options,
     new_adamw_state,
 )
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, Work
+from blockopt.optim.base import (
+    BlockOptimizer,
+    Entry,
+    Parameters,
+    Work,
+    blocks_of,
+    names_of,
+)
 from blockopt.optim.finite_gradients import gradient_norms
 from blockopt.optim.matrix_sections import (
     Section,
@@ -117,6 +125,40 @@ class BlockMuon(BlockOptimizer):
             "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)
+        self._warn_of_missed_matrices()
+
+    @property
+    def muon_share(self) -> float:
+        """The share of the entries of hidden matrices that Muon takes, 1 if there are none.
+
+        Hidden matrices are all parameters with at least two dimensions whose role is that of a
+        matrix inside a layer, or `other`.
+        """
+        taken, missed = self._hidden_entries()
+        return taken / (taken + sum(missed.values())) if taken or missed else 1.0
+
+    def _hidden_entries(self) -> tuple[int, dict[str, int]]:
+        """How many entries Muon takes, and those of each hidden parameter that it does not."""
+        taken, missed, hidden = 0, {}, MATRIX_ROLES | {"other"}
+        for group in self.param_groups:
+            for name, p, blocks in zip(names_of(group), group["params"], blocks_of(group)):
+                if is_hidden_matrix(p, blocks):
+                    taken += p.numel()
+                elif set(blocks.roles) <= hidden and sum(size > 1 for size in p.shape) > 1:
+                    missed[name] = p.numel()
+        return taken, missed
+
+    def _warn_of_missed_matrices(self) -> None:
+        if self.muon_share >= 0.9:
+            return
+        missed = self._hidden_entries()[1]
+        largest = sorted(missed, key=lambda name: -missed[name])[:3]
+        warnings.warn(
+            f"BlockMuon orthogonalizes {self.muon_share:.0%} of the entries of the hidden matrices "
+            f"and updates the others as AdamW does, the largest being {', '.join(largest)}. Their "
+            "role is not known: give it in param_groups(model, find_blocks(model, overrides=...)).",
+            stacklevel=3,
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_range("momentum", group["momentum"], high=1.0)
