@@ -125,7 +125,7 @@ class AttentionMap:
         self.scale, self.X = scale, X
         # Softmax does not see a bias of the keys, which adds the same to all scores of a query.
         seen = {"query"} if softmax else {"query", "key"}
-        self.biased = bool(seen & biases.keys())
+        self.biased = seen & biases.keys()
         scores = ("query_key",) if single else ("query", "key")
         self.roles = (*scores, "value", *(("output",) if W_U is not None else ()))
         names = {"query_key": "W_Q", "query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_U"}

@@ -17,6 +17,7 @@ from blockopt.analysis.closed_forms.checks import check_tensors
 # Products of a projection with all probabilities of one position are formed for as many positions
 # at once as fit in here.
 CHUNK_BYTES = 2**27
+IGNORED = -100  # the target of positions that do not count, as in torch
 
 
 class OutputLoss(Protocol):
@@ -83,11 +84,12 @@ class CrossEntropy:
     """`ℓ(F) = mean -log softmax(F W + b)[target]`, a linear head and `F.cross_entropy`.
 
     With `p_i` the probabilities of position i of N, the gradient is `W (p_i - e_target) / N`, and
-    `Λ_i = W (diag(p_i) - p_i p_iᵀ) Wᵀ / N`.
+    `Λ_i = W (diag(p_i) - p_i p_iᵀ) Wᵀ / N`. Positions with the target -100 do not count, as in
+    torch: both are zero there, and N is the number of the others.
 
     Args:
         weight: W, (d, V): the transposed weight of an `nn.Linear` head.
-        targets: The class of each position, (B, L) or (L,).
+        targets: The class of each position, or -100, (B, L) or (L,).
         bias: b, (V,).
     """
 
@@ -105,10 +107,15 @@ class CrossEntropy:
         classes = weight.shape[1]
         if bias is not None and bias.shape != (classes,):
             raise ValueError(f"Invalid bias of shape {tuple(bias.shape)}. Must be ({classes},).")
-        if targets.numel() == 0 or not bool(((targets >= 0) & (targets < classes)).all()):
+        counted = targets != IGNORED
+        if not bool((((targets >= 0) & (targets < classes)) | ~counted).all()):
             raise ValueError(
-                f"Invalid targets: classes must be from 0 to {classes - 1}. Closed forms do not "
-                "take positions without one (-100): cut them off, or use a HessianOperator."
+                f"Invalid targets: classes must be from 0 to {classes - 1}, or {IGNORED} for "
+                "positions that do not count."
+            )
+        if not bool(counted.any()):
+            raise ValueError(
+                f"Invalid targets: none counts, so there is no loss. All are {IGNORED}."
             )
         check_tensors({"weight": weight} | ({} if bias is None else {"bias": bias}))
         self.weight, self.targets = weight.detach(), targets
@@ -122,8 +129,9 @@ class CrossEntropy:
         """Return its derivative by each output, (B, L, d)."""
         probabilities = self._logits(output).softmax(-1)
         targets = self._targets(output)
-        residual = probabilities - F.one_hot(targets, probabilities.shape[-1]).to(probabilities)
-        return residual @ self.weight.mT / targets.numel()
+        counted = (targets != IGNORED).unsqueeze(-1)
+        hits = F.one_hot(targets.clamp(min=0), probabilities.shape[-1]).to(probabilities)
+        return (probabilities - hits) * counted @ self.weight.mT / counted.sum()
 
     def curvature(
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
@@ -143,7 +151,9 @@ class CrossEntropy:
                 (rows * p.unsqueeze(1)) @ columns.mT
                 - mean_of_rows.unsqueeze(-1) * mean_of_columns.unsqueeze(-2)
             )
-        mean: Tensor = torch.cat(products).div_(len(probabilities))
+        counted = self._targets(output).flatten() != IGNORED
+        share = counted.to(output) / counted.sum()
+        mean: Tensor = torch.cat(products).mul_(share[:, None, None])
         return mean.reshape(*output.shape[:-1], *mean.shape[1:])
 
     def _logits(self, output: Tensor) -> Tensor:

@@ -222,20 +222,23 @@ class SelfAttentionHessian:
     def score_outer_rank_bound(self, head: int = 0) -> int:
         """Return a bound on the rank of the "score_outer" part.
 
-        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² otherwise; with biases of queries or keys
-        only the number of weights, `2 dk d`, is left. The part is also a sum over positions i of
+        Lemma D.2 gives `2 dk d - dk²` for dk < d, and d² otherwise: scores do not change if queries
+        and keys are transformed against each other. A bias of the queries leaves fewer such
+        transformations, which gives `2 dk d - dk (dk - 1)` and d² + d. Softmax does not see a bias
+        of the keys; linear attention does. The part is also a sum over positions i of
         matrices of rank at most `min(d, n_i - 1)`, if i sees n_i tokens, since only differences
         between tokens count. That is sharper for short sequences.
         """
         self._query_key(head)
         width, key_width = self.attention.shapes["query"]
-        lemma = 2 * key_width * width - key_width**2 if key_width < width else width**2
         biased = self.attention.biased
-        if biased:  # queries and keys are not linear in the tokens then, which the lemma needs
-            lemma = 2 * key_width * width
+        # Transformations that leave the scores alone, and products of (biased) queries and keys
+        free = (key_width**2, key_width * (key_width - 1), (key_width - 1) ** 2)[len(biased)]
+        products = (width**2, width**2 + width, (width + 1) ** 2 - 1)[len(biased)]
+        lemma = 2 * key_width * width - free if key_width < width else products
         one = self.attention.heads[head]
         seen = one.visible.sum(-1) - int(one.softmax)
-        apart = width + int(biased and not one.softmax)  # softmax does not see a constant
+        apart = width + int("key" in biased)
         return min(lemma, int(seen.clamp(max=apart).sum()))
 
     def _query_key(self, head: int) -> None:

@@ -299,13 +299,14 @@ class TestScores:
         assert_close(mixed * t, cold.block("query", "key", "score_functional"))
 
     @pytest.mark.parametrize("activation", ["softmax", "linear"])
-    def test_rank_bound_with_biases(self, activation):
-        """With biases, Lemma D.2 fails and the corrected bound holds."""
-        X, weights, target = draw(L=30)
+    @pytest.mark.parametrize("biased", [("query",), ("key",), ("query", "key")])
+    @pytest.mark.parametrize(("d", "dk"), [(3, 2), (5, 3), (2, 3), (3, 3)])
+    def test_rank_bound_with_biases(self, activation, biased, d, dk):
+        """With a bias of queries, Lemma D.2 fails and the corrected bound is attained."""
+        X, weights, target = draw(L=40, d=d, dk=dk)
         generator = torch.Generator().manual_seed(3)
         biases = {
-            role: torch.randn(1, 2, generator=generator, dtype=torch.float64)
-            for role in ("query", "key")
+            role: torch.randn(1, dk, generator=generator, dtype=torch.float64) for role in biased
         }
         hessian, _ = make(X, weights, target, False, biases=biases, activation=activation)
         part = torch.cat(
@@ -315,7 +316,11 @@ class TestScores:
             ]
         )
         rank = int(torch.linalg.matrix_rank(part, hermitian=True))
-        assert 2 * 2 * 3 - 2**2 < rank <= hessian.score_outer_rank_bound() == 12
+        bound, lemma = hessian.score_outer_rank_bound(), 2 * dk * d - dk**2 if dk < d else d**2
+        assert rank <= bound
+        if activation == "softmax" or biased == ("query",):
+            assert rank == bound
+        assert rank > lemma if "query" in biased else rank == lemma
 
     def test_a_single_matrix_has_no_such_part(self):
         X, weights, target = draw(single=True)
@@ -396,7 +401,8 @@ class TestErrors:
     def test_targets_of_cross_entropy(self):
         for targets, message in (
             (torch.zeros(2), "Must be the numbers of the classes"),
-            (torch.tensor([0, -100]), "positions without one"),
+            (torch.tensor([0, -1]), "or -100 for positions that do not count"),
+            (torch.tensor([-100, -100]), "none counts"),
             (torch.tensor([0, 3]), "from 0 to 2"),
             (torch.tensor([0, 1], dtype=torch.int32), "torch.int64"),
         ):
@@ -404,6 +410,27 @@ class TestErrors:
                 CrossEntropy(torch.ones(2, 3), targets)
         with pytest.raises(ValueError, match="Invalid bias of shape"):
             CrossEntropy(torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(2))
+
+
+@pytest.mark.parametrize("shape", ["heads with output matrices", "wide keys"])
+def test_targets_that_do_not_count(shape):
+    X, weights, target = draw(**SHAPES[shape])
+    generator = torch.Generator().manual_seed(7)
+    W = torch.randn(target.shape[-1], 5, generator=generator, dtype=torch.float64)
+    classes = torch.randint(5, X.shape[:2], generator=generator)
+    classes[0, ::2] = -100
+    hessian = SelfAttentionHessian(
+        *(X, weights["query"], weights["key"], weights["value"]),
+        loss=CrossEntropy(W, classes),
+        W_U=weights.get("output"),
+    )
+    plain = lambda o: F.cross_entropy((o @ W).flatten(0, 1), classes.flatten())  # noqa: E731
+    assert_close(hessian.value(), plain(attend(X, weights)), 1e-14)
+    assert_close(hessian.dense(), autograd_hessian(X, weights, plain))
+    assert_close(hessian.dense("outer"), autograd_outer(X, weights, plain))
+    for role in hessian.roles:
+        block = hessian.block(role, role, heads=(0, 0))
+        assert_close(hessian.factored(role).squared_frobenius(), block.square().sum())
 
 
 def test_weights_that_require_gradients():
