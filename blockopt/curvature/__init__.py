@@ -19,6 +19,7 @@ from blockopt.curvature.gradient import gradient
 from blockopt.curvature.hutchinson import hutchinson
 from blockopt.curvature.newton import newton
 from blockopt.curvature.power_law import power_law
+from blockopt.curvature.top_eigenvalue import top_eigenvalue
 from blockopt.measure.along_update import AlongUpdate, along_update
 from blockopt.measure.closures import Curvature, Losses
 
@@ -114,6 +115,15 @@ ESTIMATORS = {
         works_sharded=False,
         gradients=4,
     ),
+    "top_eigenvalue": Estimator(
+        lambda r: top_eigenvalue(
+            r.model, r.losses, blocks=r.blocks, by=r.by, generator=r.generator
+        ),
+        needs_loss=True,
+        needs_update=False,
+        works_sharded=False,
+        gradients=180,
+    ),
     "gradient": Estimator(
         lambda r: gradient(r.model, blocks=r.blocks),
         needs_loss=False,
@@ -143,4 +153,5 @@ __all__ = [
     "hutchinson",
     "newton",
     "power_law",
+    "top_eigenvalue",
 ]
