@@ -19,3 +19,21 @@ class NonFiniteError(TransientError, FloatingPointError):
 
 class NotPositiveError(TransientError, ValueError):
     """No group of blocks has a positive curvature, as may happen where the loss is not convex."""
+
+
+class OtherRankError(TransientError, RuntimeError):
+    """Another rank has failed in a way that may pass, and this one stops with it."""
+
+
+class LostRankError(RuntimeError):
+    """A rank has failed where the others wait for it, so that they cannot go on together."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the next attempt may well succeed; a mistake in code will not pass."""
+    if isinstance(error, LostRankError):
+        return False
+    if isinstance(error, (TransientError, MemoryError)):
+        return True
+    signs = ("out of memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -17,7 +17,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, then restore gradients, random state, buffers and training modes.
 
     Evaluation mode shows the model itself, without the noise of a dropout mask. DDP wrappers that
-    run inside do not synchronize gradients: a caller that needs averages over ranks takes them.
+    run inside synchronize neither gradients nor buffers, so no rank waits for another: a caller that
+    needs averages over ranks takes them.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -29,7 +30,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         if isinstance(module, DistributedDataParallel) and module not in wrappers:
             flags = (module.require_backward_grad_sync, module.require_forward_param_sync)
             wrappers[module] = flags
-            module.require_backward_grad_sync = False
+            module.require_backward_grad_sync = module.require_forward_param_sync = False
 
     # Hook only where there can be wrappers: torch.compile warns about hooks on all modules.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -8,7 +8,6 @@ would have without it.
 
 from __future__ import annotations
 
-import math
 import random
 import traceback
 import warnings
@@ -25,9 +24,9 @@ from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_gu
 from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, sum_groups
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request
-from blockopt.distributed import agreed, is_sharded, mean_over_ranks, rank
-from blockopt.errors import NonFiniteError, NotPositiveError, TransientError
-from blockopt.measure.closures import Losses
+from blockopt.distributed import is_sharded, mean_over_ranks, together
+from blockopt.errors import NonFiniteError, NotPositiveError, may_pass
+from blockopt.measure.closures import Losses, agreed
 from blockopt.no_trace import preserved_state
 from blockopt.optim import unwrapped_name
 
@@ -71,8 +70,10 @@ class BlockLR:
     before or after the BlockLR is made: a loop that resumes its optimizer resumes the block
     learning rates too. DCP loads into what is there already, so make the BlockLR before.
 
-    Under DDP and FSDP2 all ranks call `step` with their own batches. The curvature is averaged, and
-    all ranks hold the same scales.
+    On many ranks (DDP, FSDP2, tensor parallelism) all of them call `step` with their own batches.
+    The curvature is that of the global batch, whatever the number of ranks; that of a function of
+    your own is averaged. All ranks hold the same scales, and a refresh that fails on one rank fails
+    on all of them.
 
     A refresh runs in evaluation mode, where transformers does no activation checkpointing. Measure
     on a smaller batch if the model needs that to fit into memory.
@@ -94,7 +95,7 @@ class BlockLR:
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
         beta: The weight of the past in the smoothed scales; 0 for none.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
-        seed: The seed of these samples, which differ from step to step and from rank to rank.
+        seed: The seed of these samples, which differ from step to step.
 
     Attributes:
         history: Curvature and scale of each group of blocks at each refresh; for `by="head"` of
@@ -225,21 +226,20 @@ class BlockLR:
 
     def _refresh(self, losses: Losses | None) -> None:
         blocks = self._hooks.blocks()
-        values, error = self._try_to_measure(losses, blocks)
-        # A rank that has failed takes part with NaN, which the mean shows to all: they decide
-        # alike, and none waits.
-        values = mean_over_ranks(values, next(self._model.parameters()).device)
-        curvature = by_name(values, blocks)
         try:
-            if error is not None:
-                raise error
+            with together():  # a failure on one rank is a failure on all, and none waits
+                values = flat_curvature(self._measure(losses, blocks), blocks)
+            values = mean_over_ranks(values, next(self._model.parameters()).device)
             if not bool(torch.isfinite(values).all()):
                 raise NonFiniteError("The curvature of some blocks is not finite.")
+            curvature = by_name(values, blocks)
             scales, _ = scales_and_guesses(curvature, self._model, blocks, self._options)
-        except Exception as caught:
-            if not _may_pass(caught):
+        except Exception as error:
+            if not may_pass(error):
                 raise
-            self._fail(caught)
+            # Its frames hold the graph of the loss: maybe all of the memory.
+            traceback.clear_frames(error.__traceback__)
+            self._fail(error)
             return
         self._failures_in_a_row = self._not_positive_in_a_row = 0
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
@@ -249,30 +249,18 @@ class BlockLR:
         self._hooks.write(self._log_scales)
         self._record(curvature, blocks, numel)
 
-    def _try_to_measure(
-        self, losses: Losses | None, blocks: Mapping[str, Blocks]
-    ) -> tuple[Tensor, Exception | None]:
-        """The curvature of all blocks in a row; or NaN and the error."""
-        try:
-            return flat_curvature(self._measure(losses, blocks), blocks), None
-        except Exception as error:
-            if _may_pass(error):  # its frames hold the graph of the loss: maybe all of the memory
-                traceback.clear_frames(error.__traceback__)
-            number = sum(entry.num_blocks for entry in blocks.values())
-            return torch.full((number,), math.nan, dtype=torch.float64), error
-
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         model = self._model
-        sharded = next((p.device for p in model.parameters() if is_sharded(p)), None)
-        if losses is not None and sharded is not None:
-            closures = [losses] if callable(losses) else losses
-            losses = [agreed(closure, sharded) for closure in closures]
         if callable(self._curvature):
+            if losses is not None and any(is_sharded(p) for p in model.parameters()):
+                closures = [losses] if callable(losses) else losses
+                losses = [agreed(closure, model) for closure in closures]
             with preserved_state(model):
                 return self._curvature(model, losses)
         assert self._estimator is not None
-        # From seed, step and rank alone: a resumed run draws the same samples, no two ranks do.
-        seed = random.Random(f"{self._seed} {self.num_steps} {rank()}").getrandbits(32)
+        # From seed and step alone: a resumed run draws the same samples, and so do all ranks, of
+        # which each takes those of its own batch.
+        seed = random.Random(f"{self._seed} {self.num_steps}").getrandbits(32)
         return self._estimator.measure(
             Request(
                 model,
@@ -382,11 +370,3 @@ class BlockLR:
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the next refresh may well succeed; a mistake in code will not pass."""
-    if isinstance(error, (TransientError, MemoryError)):
-        return True
-    signs = ("out of memory", "can't allocate memory")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -9,7 +9,7 @@ from torch import nn
 
 from blockopt.blocks import Blocks
 from blockopt.checks import check_count
-from blockopt.distributed import is_sharded
+from blockopt.distributed import meet, pass_together
 from blockopt.measure.closures import (
     Curvature,
     Evaluation,
@@ -17,6 +17,7 @@ from blockopt.measure.closures import (
     block_dots,
     block_zeros,
     default_generator,
+    gradients_of_all_ranks,
     mean_curvature,
     trainable_parameters,
 )
@@ -45,8 +46,8 @@ def gauss_newton(
             `F.mse_loss` or `F.binary_cross_entropy_with_logits`.
         blocks: What `find_blocks(model)` returns; found here by default.
         num_probes: Samples per batch; each is one backward pass.
-        generator: Draws the labels; its seed is 0 by default. Under FSDP2 each rank needs a seed of
-            its own.
+        generator: Draws the labels; its seed is 0 by default. Ranks that measure together need the
+            same seed: each takes the labels of its own rows.
 
     Returns:
         `{parameter name: mean curvature of each block}`.
@@ -74,17 +75,17 @@ def gauss_newton(
             # backward(), not autograd.grad(): FSDP2 reduces gradients only where they are
             # accumulated. The loss takes part with weight zero, because FSDP2 gathers the weights
             # again when a backward pass reaches what the model returned.
-            vectors = [*curvature.sample(generator), torch.zeros_like(loss)]
-            torch.autograd.backward(
-                [*curvature.predictions, loss], vectors, retain_graph=probe + 1 < num_probes
-            )
-            for name, p in parameters.items():
-                if p.grad is not None:
-                    # FSDP2 averages independent samples over ranks, which divides their square.
-                    ranks = p.device_mesh.size() if is_sharded(p) else 1  # type: ignore[attr-defined]
-                    dots = block_dots(p.grad, p.grad, blocks[name])
-                    traces[name] += dots * (ranks / num_probes)
-                    p.grad = None
+            samples = [s * curvature.share.spread for s in curvature.sample(generator)]
+            meet("a probe")
+            with pass_together(model):
+                torch.autograd.backward(
+                    [*curvature.predictions, loss],
+                    [*samples, torch.zeros_like(loss)],
+                    retain_graph=probe + 1 < num_probes,
+                )
+            gradients = gradients_of_all_ranks(parameters, curvature.share)
+            for name, g in gradients.items():
+                traces[name] += block_dots(g, g, blocks[name]) / num_probes
         return traces
 
     return mean_curvature(model, losses, blocks, measure_traces)

@@ -13,6 +13,7 @@ from blockopt.measure.closures import (
     Curvature,
     Evaluation,
     Losses,
+    averaged_over_ranks,
     block_dots,
     block_zeros,
     default_generator,
@@ -57,7 +58,8 @@ def hutchinson(
         blocks: What `find_blocks(model)` returns; found here by default.
         num_probes: Probes per batch; each is one Hessian-vector product. Those of several batches
             add up.
-        generator: Draws the signs; its seed is 0 by default.
+        generator: Draws the signs; its seed is 0 by default. Ranks that measure together need the
+            same seed.
 
     Returns:
         `{parameter name: mean curvature of each block}`.
@@ -82,7 +84,7 @@ def hutchinson(
                 evaluation(), tensors, create_graph=True, materialize_grads=True
             )
         detached = {name: g.detach() for name, g in zip(parameters, gradients)}
-        factors = probe_factors(detached, blocks)
+        factors = probe_factors(averaged_over_ranks(detached, parameters), blocks)
         connected = [(g, name) for g, name in zip(gradients, parameters) if g.requires_grad]
         traces = block_zeros(parameters, blocks)
         for probe in range(num_probes):

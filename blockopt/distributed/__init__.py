@@ -1,6 +1,19 @@
 """Many processes: what ranks agree on, and parameters that are sharded over them (`DTensor`)."""
 
-from blockopt.distributed.ranks import agreed, mean_over_ranks, num_ranks, rank, reshard
+from blockopt.distributed.agreement import (
+    are_together,
+    forward_together,
+    meet,
+    pass_together,
+    together,
+)
+from blockopt.distributed.ranks import (
+    average_gradients,
+    mean_over_ranks,
+    num_ranks,
+    rank,
+    reshard,
+)
 from blockopt.distributed.shards import (
     Reduced,
     full,
@@ -14,16 +27,21 @@ from blockopt.distributed.shards import (
 
 __all__ = [
     "Reduced",
-    "agreed",
+    "are_together",
+    "average_gradients",
+    "forward_together",
     "full",
     "is_sharded",
     "largest_over_ranks",
     "local",
     "local_part",
     "mean_over_ranks",
+    "meet",
     "num_ranks",
+    "pass_together",
     "placed_like",
     "rank",
     "reshard",
     "sums_over_ranks",
+    "together",
 ]

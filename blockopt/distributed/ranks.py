@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from blockopt.errors import NonFiniteError
 
 
 def num_ranks() -> int:
@@ -38,30 +35,12 @@ def mean_over_ranks(values: Tensor, device: torch.device) -> Tensor:
     return shared.cpu()
 
 
-def agreed(closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Make the loss closure of a sharded model fail on all ranks if it fails on one.
-
-    The backward pass of a sharded model waits for all ranks. So if one refuses a loss that is not
-    finite, all must.
-    """
-
-    def run() -> Any:
-        error, result = None, None
-        try:
-            result = closure()
-        except Exception as caught:
-            error = caught
-        loss = result[0] if isinstance(result, tuple) else result
-        usable = isinstance(loss, Tensor) and bool(torch.isfinite(loss.detach()).all())
-        if bool(mean_over_ranks(torch.tensor([float(usable)]), device) == 1):
-            return result
-        if error is not None:
-            raise error
-        if usable:
-            raise NonFiniteError("The loss closure of another rank returned no finite loss.")
-        return result  # whoever asked for it finds out what is wrong with it
-
-    return run
+def average_gradients(gradients: Sequence[Tensor]) -> None:
+    """Replace gradients of whole parameters by their means over all ranks, as DDP does."""
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+    for work, gradient in zip(works, gradients):
+        work.wait()  # type: ignore[union-attr]
+        gradient /= num_ranks()
 
 
 def reshard(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from blockopt.blocks import (
     sum_groups,
 )
 from blockopt.checks import check_choice
-from blockopt.distributed import placed_like
+from blockopt.distributed import pass_together, placed_like
 from blockopt.measure.closures import (
     Curvature,
     Evaluation,
@@ -102,7 +102,10 @@ def along_update(
     labels, groups = block_groups(blocks, matrix_by) if matrix_by else ([], {})
 
     def measure(evaluation: Evaluation) -> dict[tuple[str, str], Tensor]:
-        gradient, times = (_exact if method == "exact" else _secant)(evaluation, moved)
+        if method == "exact":
+            gradient, times = _exact(evaluation, moved)
+        else:
+            gradient, times = _secant(evaluation, moved, model)
         product = times(update)
         found = {}
         for name, u in update.items():
@@ -173,12 +176,14 @@ def _exact(
 
 
 def _secant(
-    evaluation: Evaluation, parameters: Mapping[str, Tensor]
+    evaluation: Evaluation, parameters: Mapping[str, Tensor], model: nn.Module
 ) -> tuple[Mapping[str, Tensor], Product]:
     """Return the gradient, and `v ↦ g(w) - g(w - v)` by a second gradient of the same batch."""
 
     def gradient() -> dict[str, Tensor]:
-        evaluation().backward()
+        loss = evaluation()
+        with pass_together(model):
+            loss.backward()
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else placed_like(p.grad.detach(), p)
             for n, p in parameters.items()

@@ -11,8 +11,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt.blocks import Blocks, block_numel, block_sum, block_sum_along, checked_blocks
-from blockopt.distributed import Reduced, is_sharded, local, sums_over_ranks
+from blockopt.distributed import (
+    Reduced,
+    are_together,
+    average_gradients,
+    forward_together,
+    is_sharded,
+    local,
+    mean_over_ranks,
+    meet,
+    num_ranks,
+    placed_like,
+    sums_over_ranks,
+    together,
+)
 from blockopt.errors import NoLossError, NonFiniteError
+from blockopt.measure.batch_shares import BatchShare
 from blockopt.no_trace import preserved_state
 
 LossClosure = Callable[[], Any]
@@ -44,24 +58,42 @@ class Evaluation:
         torch.clear_autocast_cache()  # it holds casts of weights that a secant has moved since
         with torch.enable_grad(), self._autocast:
             result = self._closure()
-        loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = repr(loss)
-            if isinstance(loss, Tensor):
-                what = f"a tensor of shape {tuple(loss.shape)}"
-                what += "" if loss.requires_grad else ", which requires no gradient"
-            raise NoLossError(
-                f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar "
-                "tensor with its graph, alone or with the number of tokens: "
-                "`lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
-            )
-        if not bool(torch.isfinite(loss.detach())):
-            raise NonFiniteError(
-                f"The loss closure returned {loss.item()}. Curvature needs a finite loss."
-            )
-        self.tokens = None if tokens is None else float(tokens)
+        loss, self.tokens = checked_loss(result)
         with torch.enable_grad():
             return loss.reshape(())
+
+
+def checked_loss(result: Any) -> tuple[Tensor, float | None]:
+    """Return the loss and the number of tokens, if there is one, or raise as `Evaluation` does."""
+    loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = repr(loss)
+        if isinstance(loss, Tensor):
+            what = f"a tensor of shape {tuple(loss.shape)}"
+            what += "" if loss.requires_grad else ", which requires no gradient"
+        raise NoLossError(
+            f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar "
+            "tensor with its graph, alone or with the number of tokens: "
+            "`lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
+        )
+    if not bool(torch.isfinite(loss.detach())):
+        raise NonFiniteError(
+            f"The loss closure returned {loss.item()}. Curvature needs a finite loss."
+        )
+    return loss, None if tokens is None else float(tokens)
+
+
+def agreed(closure: LossClosure, model: nn.Module) -> LossClosure:
+    """Make a loss closure fail on all ranks that work together if it fails on one."""
+
+    def run() -> Any:
+        with forward_together(model):
+            result = closure()
+        checked_loss(result)
+        meet("a loss")
+        return result
+
+    return run
 
 
 def mean_curvature(
@@ -86,7 +118,12 @@ def average_over_batches(
     """Return what `measure` finds, averaged over the batches.
 
     Batches are weighted by their number of tokens, or equally if no closure returns that number.
+    Ranks that work `together`, as those of a sharded model must, get the average over the batches
+    of all of them.
     """
+    if not are_together() and any(is_sharded(p) for p in model.parameters()):
+        with together():
+            return average_over_batches(model, losses, measure)
     total: dict[Key, Tensor] = {}
     weights: list[float | None] = []
     device = next(model.parameters()).device.type
@@ -95,7 +132,7 @@ def average_over_batches(
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     )
     for closure in [losses] if callable(losses) else losses:
-        evaluation = Evaluation(closure, autocast)
+        evaluation = Evaluation(agreed(closure, model) if are_together() else closure, autocast)
         with preserved_state(model), torch.autocast(device, enabled=False):
             measured = measure(evaluation)
         torch.clear_autocast_cache()
@@ -106,15 +143,34 @@ def average_over_batches(
             total[key] = total[key] + weighted if key in total else weighted
     if not weights:
         raise ValueError("Invalid losses: there is no closure. Must be one closure or several.")
-    if len({weight is None for weight in weights}) > 1:
+    weight = sum(1.0 if w is None else w for w in weights)
+    with_tokens = sum(w is not None for w in weights) / len(weights)
+    if are_together():
+        weight, with_tokens = _average_over_ranks(total, weight, with_tokens, model)
+    if with_tokens not in (0.0, 1.0):
         raise ValueError(
             "Some loss closures returned a number of tokens and some did not. Return it from all "
             "of them, or from none."
         )
-    weight = sum(1.0 if w is None else w for w in weights)
     if not weight > 0:
         raise ValueError(f"Invalid numbers of tokens {weights[:5]}. Their sum must be positive.")
     return {key: value / weight for key, value in total.items()}
+
+
+def _average_over_ranks(
+    total: dict[Key, Tensor], weight: float, with_tokens: float, model: nn.Module
+) -> tuple[float, float]:
+    """Replace the sums over batches by their means over ranks; return that of the weights too."""
+    meet("a sum over batches")
+    numbers = torch.tensor([weight, with_tokens], dtype=torch.float64)
+    flat = [value.flatten().to("cpu", torch.float64) for value in total.values()]
+    device = next(model.parameters()).device
+    *means, numbers = mean_over_ranks(torch.cat([*flat, numbers]), device).split(
+        [*map(len, flat), 2]
+    )
+    for (key, value), mean in zip(list(total.items()), means):
+        total[key] = mean.view(value.shape).to(value)
+    return float(numbers[0]), float(numbers[1])
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -157,6 +213,52 @@ def block_dots(x: Tensor, y: Tensor, blocks: Blocks) -> Tensor:
     others = [d for d in range(x.ndim) if d not in split.dims]
     row = product.sum(dim=others) if others else product
     return block_sum_along(sums_over_ranks([Reduced(row, x, split.dims)])[0], split)
+
+
+def gradients_of_all_ranks(
+    parameters: Mapping[str, Tensor], share: BatchShare
+) -> dict[str, Tensor]:
+    """Take the gradients away from the parameters, averaged over the ranks that work together.
+
+    Those of sharded parameters are averaged already. The others are not, since `preserved_state`
+    keeps DDP from it.
+
+    Raises:
+        ValueError: If a parameter is sharded over ranks that hold a part of the batches only.
+    """
+    sharded: dict[str, Tensor] = {}
+    plain: dict[str, Tensor | None] = {}
+    for name, p in parameters.items():
+        gradient, p.grad = p.grad, None
+        if not is_sharded(p):
+            plain[name] = gradient
+            continue
+        ranks = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if are_together() and not share.covered_by(ranks):
+            raise ValueError(
+                f"{name!r} is sharded over {len(ranks)} of {num_ranks()} ranks, and others hold "
+                "other batches, whose gradients this curvature needs. Use 'newton', or FSDP2 "
+                "instead of DDP beside tensor parallelism."
+            )
+        if gradient is not None:
+            sharded[name] = placed_like(gradient.detach(), p)
+    return sharded | averaged_over_ranks(plain, parameters)
+
+
+def averaged_over_ranks(
+    gradients: Mapping[str, Tensor | None], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of whole parameters, averaged over the ranks that work together."""
+    if not are_together():
+        return {name: g for name, g in gradients.items() if g is not None}
+    # A parameter that has no gradient here may have one on another rank.
+    found = {
+        name: torch.zeros_like(parameters[name]) if g is None else g.detach().clone()
+        for name, g in gradients.items()
+    }
+    meet("gradients")
+    average_gradients(list(found.values()))
+    return found
 
 
 def block_zeros(parameters: Mapping[str, Tensor], blocks: Mapping[str, Blocks]) -> Curvature:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from blockopt.distributed import is_sharded
+from blockopt.measure.batch_shares import BatchShare, batch_share
 
 SEEN = (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits)
 
@@ -33,6 +37,7 @@ class LossCall(NamedTuple):
         weights: The curvature of `value`: of an element this weight, of a row this weight times
             `diag(p) - p pᵀ`.
         reduced: Whether the value is a scalar.
+        target: What the prediction is compared with.
     """
 
     prediction: Tensor
@@ -41,14 +46,31 @@ class LossCall(NamedTuple):
     probabilities: Tensor | None
     weights: Tensor
     reduced: bool
+    target: Tensor
 
 
 class CaptureLosses(TorchFunctionMode):
-    """A context that records calls of the loss functions in `calls`, however they were imported."""
+    """A context that records calls of the loss functions in `calls`, however they were imported.
+
+    What cannot be read raises when `calls` are asked for and not within the forward pass, where
+    other ranks may be waiting.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[LossCall] = []
+        self._calls: list[LossCall] = []
+        self._error: ValueError | None = None
+
+    @property
+    def calls(self) -> list[LossCall]:
+        """The calls, in their order.
+
+        Raises:
+            ValueError: If one of them has no closed form here.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._calls
 
     def __torch_function__(
         self,
@@ -62,12 +84,21 @@ class CaptureLosses(TorchFunctionMode):
         if func in SEEN and isinstance(value, Tensor) and value.requires_grad:
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
-            self.calls.append(_read(func, bound.arguments, value))
+            try:
+                self._calls.append(_read(func, bound.arguments, value))
+            except ValueError as error:
+                self._error = error
         return value
 
 
 def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) -> LossCall:
     prediction, target = arguments["input"], arguments["target"]
+    if is_sharded(prediction):
+        raise ValueError(
+            "The predictions are sharded over ranks (loss_parallel), and Gauss-Newton needs them "
+            "whole. Let the head return them whole, with output_layouts=Replicate(), or use a "
+            "curvature that takes any loss, such as 'newton'."
+        )
     if target.requires_grad:
         raise ValueError(
             "The target of the loss depends on parameters. Gauss-Newton needs it fixed: detach it."
@@ -98,7 +129,7 @@ def _read(func: Callable[..., Any], arguments: dict[str, Any], value: Tensor) ->
     else:
         probabilities = detached.sigmoid()
         weights = probabilities * (1 - probabilities) / number
-    return LossCall(prediction, value, None, probabilities, weights, reduction != "none")
+    return LossCall(prediction, value, None, probabilities, weights, reduction != "none", target)
 
 
 def _read_cross_entropy(arguments: dict[str, Any], value: Tensor) -> LossCall:
@@ -125,7 +156,8 @@ def _read_cross_entropy(arguments: dict[str, Any], value: Tensor) -> LossCall:
     smoothing = arguments["label_smoothing"]
     weights = (1 - smoothing) * weights + smoothing * by_class.mean() * seen
     weights = weights / number if reduction == "mean" else weights
-    return LossCall(prediction, value, class_dim, probabilities, weights, reduction != "none")
+    reduced = reduction != "none"
+    return LossCall(prediction, value, class_dim, probabilities, weights, reduced, target)
 
 
 class LossCurvature:
@@ -181,16 +213,34 @@ class LossCurvature:
             return derivative.to(call.weights)
         return derivative.detach().reshape(call.weights.shape).to(call.weights)
 
+    @cached_property
+    def share(self) -> BatchShare:
+        """The place of this batch among those of all ranks, if they measure together."""
+        return batch_share(
+            [weights.numel() for weights in self._weights],
+            self.predictions,
+            [call.target for call in self._calls],
+        )
+
     def sample(self, generator: torch.Generator) -> list[Tensor]:
-        """Draw one `s` per prediction, independent from row to row, with `E[s sᵀ] = Λ`."""
+        """Draw one `s` per prediction, independent from row to row, with `E[s sᵀ] = Λ`.
+
+        Where ranks measure together, each draws for all rows of all ranks and takes its own: the
+        samples do not depend on how the rows are shared out.
+        """
         vectors = []
-        for call, weights in zip(self._calls, self._weights):
+        places = zip(self.share.starts, self.share.totals)
+        for call, weights, (start, total) in zip(self._calls, self._weights, places):
             local = _generator_on(generator, weights.device)
+            own = slice(start, start + weights.numel())
             if call.class_dim is None:
-                signs = torch.randint(0, 2, weights.shape, generator=local, device=weights.device)
-                vector = weights.sqrt() * (2 * signs - 1)
+                signs = torch.randint(0, 2, (total,), generator=local, device=weights.device)
+                vector = weights.sqrt() * (2 * signs[own].view_as(weights) - 1)
             else:
-                vector = self._class_vector(call, weights, _labels(call.probabilities, local))
+                draws = torch.rand(
+                    total, 1, generator=local, device=weights.device, dtype=weights.dtype
+                )
+                vector = self._class_vector(call, weights, _labels(call.probabilities, draws[own]))
             vectors.append(vector.to(call.prediction.dtype))
         return vectors
 
@@ -265,14 +315,13 @@ class LossCurvature:
         return rows.view(probabilities.shape).movedim(-1, call.class_dim)  # type: ignore[arg-type, no-any-return]
 
 
-def _labels(probabilities: Any, generator: torch.Generator) -> Tensor:
-    """Draw one label per row of probabilities, (rows, 1).
+def _labels(probabilities: Any, draws: Tensor) -> Tensor:
+    """The label that a number in [0, 1) draws from each row of probabilities, (rows, 1).
 
     Inverting the distribution is far faster than `torch.multinomial`.
     """
     ends = probabilities.reshape(-1, probabilities.shape[-1]).cumsum(-1)
-    draws = torch.rand(len(ends), 1, generator=generator, device=ends.device, dtype=ends.dtype)
-    draws = draws * ends[:, -1:]
+    draws = draws.to(ends) * ends[:, -1:]
     return torch.searchsorted(ends, draws, right=True).clamp_(max=ends.shape[-1] - 1)
 
 

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
-from blockopt.curvature.gauss_newton import gauss_newton
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
 from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, shard, whole
 
@@ -83,25 +82,6 @@ def averaged(rank):
         torch.testing.assert_close(scale, expected[name], rtol=1e-5, atol=0)
 
 
-def own_samples(rank):
-    seeds = []
-
-    def spy(model, losses, *, generator, **options):
-        seeds.append(generator.initial_seed())
-        return gauss_newton(model, losses, generator=generator, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blockopt.curvature.gauss_newton", spy)
-        model = DistributedDataParallel(tiny_gpt())
-        optimizer = BUILD["block"](model)
-        take_steps(
-            model, optimizer, BlockLR(optimizer, model, curvature="gauss_newton", every=1), rank
-        )
-    everywhere = [None, None]
-    dist.all_gather_object(everywhere, seeds)
-    assert len({seed for seeds in everywhere for seed in seeds}) == 2 * STEPS
-
-
 def one_rank_fails(rank, wrap, curvatures):
     """All ranks keep their scales, and all raise in the end."""
     warnings.simplefilter("ignore")
@@ -119,23 +99,6 @@ def one_rank_fails(rank, wrap, curvatures):
             RuntimeError, match="3 refreshes"
         ):  # on rank 0 too, which has failed once only
             take_steps(model, optimizer, block_lr, rank, range(5, 6), broken)
-
-
-def one_rank_is_wrong(rank):
-    """An error that will not pass is raised where it is; the other rank does not wait for it."""
-    model = DistributedDataParallel(tiny_gpt())
-    optimizer = BUILD["block"](model)
-    block_lr = BlockLR(optimizer, model, curvature="gauss_newton", every=1, warmup=1)
-    take_steps(model, optimizer, block_lr, rank, range(1))
-    optimizer.zero_grad()
-    token_loss(model).backward()
-    optimizer.step()
-    if rank == 0:
-        with pytest.raises(KeyError, match="labels"):
-            block_lr.step(lambda: {}["labels"])
-    else:
-        with pytest.warns(UserWarning, match="not finite"):
-            block_lr.step(lambda: token_loss(model))
 
 
 def sharded_estimators(rank):
@@ -204,9 +167,7 @@ def resumed(rank):
 def replicated(rank):
     equal_scales(rank)
     averaged(rank)
-    own_samples(rank)
     one_rank_fails(rank, DistributedDataParallel, ["gauss_newton", "secant"])
-    one_rank_is_wrong(rank)
     resumed(rank)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 VOCAB, LENGTH, WIDTH, HEADS, HIDDEN, BATCH = 20, 8, 16, 4, 24, 8
 
@@ -105,6 +106,12 @@ class Parallel(NamedTuple):
 def whole() -> Parallel:
     """The whole batch on this rank alone."""
     return Parallel(decoder(), 0, 1)
+
+
+def replicated() -> Parallel:
+    """DDP."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return Parallel(DistributedDataParallel(decoder()), rank, world)
 
 
 def fsdp(mesh: DeviceMesh) -> Parallel:

@@ -39,6 +39,7 @@ from blockopt.measure.closures import (
     Curvature,
     Evaluation,
     Losses,
+    averaged_over_ranks,
     block_dots,
     block_zeros,
     default_generator,
@@ -167,9 +168,13 @@ def _add_outer(
             found = top.take_outer(by_name, gradients[-1], blocks)
             by_name = {name: _by_position(some, len(attention)) for name, some in by_name.items()}
         found |= {name: squared_sums(some, blocks[name].split) for name, some in by_name.items()}
-        for name, g in zip(rest, gradients[len(layers) :]):
-            if g is not None:
-                found[name] = block_dots(g, g, blocks[name])
+        # Squares of sums over all sequences: those of other ranks are part of the sum.
+        own = {
+            name: None if g is None else g * curvature.share.spread
+            for name, g in zip(rest, gradients[len(layers) :])
+        }
+        for name, g in averaged_over_ranks(own, rest).items():
+            found[name] = block_dots(g, g, blocks[name])
         for name, squares in found.items():
             traces[name] += squares.to(traces[name])
 
