@@ -17,8 +17,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, then restore gradients, random state, buffers and training modes.
 
     Evaluation mode shows the model itself, without the noise of a dropout mask. DDP wrappers that
-    run inside synchronize neither gradients nor buffers, so no rank waits for another: a caller that
-    needs averages over ranks takes them.
+    run inside synchronize neither gradients nor buffers, so that no rank waits for another. A
+    caller that needs averages over ranks takes them.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
