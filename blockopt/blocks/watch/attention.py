@@ -17,10 +17,10 @@ from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_
 from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, strong
 
-# Besides softmax, what research code puts in its place, or builds it from.
-_BETWEEN = ("_softmax", "_safe_softmax", "softmax", "exp", "sigmoid", "relu")
+# A softmax, or what research code puts in its place. It may also be written out: exp, then div.
+_BETWEEN = ("_softmax", "_safe_softmax", "softmax", "sigmoid", "relu")
 _SUMS = ("add", "sub", "where", "lerp")
-_ROLES = ("query", "key", "value")
+_ROLES = ("query", "key", "value", "gate")
 
 
 class Operand(NamedTuple):
@@ -63,7 +63,8 @@ def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Atte
 def _scores(weights: Value, maps: dict[Op, LinearMap]) -> list[Value]:
     """The products that attention weights are made of, none if they are no attention weights."""
     made_of = [value for value in walk_back(weights, maps) if value.op is not None]
-    if not any(value.op.name in _BETWEEN for value in made_of if value.op):
+    names = {value.op.name for value in made_of if value.op}
+    if names.isdisjoint(_BETWEEN) and not names >= {"exp", "div"}:
         return []
     return [value for value in made_of if value.op and value.op.multiplies_activations]
 
@@ -106,7 +107,7 @@ def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | N
 def label_attention(
     graph: ForwardGraph, maps: dict[Op, LinearMap], calls: list[AttentionCall]
 ) -> tuple[ParameterLabels, ParameterLabels, ParameterLabels]:
-    """Label weights by what they make (query, key, value), biases likewise, and outputs by head.
+    """Label weights by what they make for which head, biases likewise, and outputs by head.
 
     Returns:
         Labels of weights, of their biases, and of output projections.
@@ -120,7 +121,7 @@ def label_attention(
                 if linear is not None:
                     _label_projection(number, role, operand, linear, maps, weights, biases)
         for linear in consumers_of(call.output.value, graph, maps, calls):
-            _label_output(number, call.output, linear, outputs)
+            _label_output(number, call.output, linear, maps, weights, outputs)
     return weights, biases, outputs
 
 
@@ -148,11 +149,13 @@ def _label_projection(
     fed = found.units & ~_feeds_linear_maps(linear, units, maps)
     if not fed.any():
         return
-    labels = _unit_labels(role, number, found._replace(units=fed))
+    labels = _unit_labels(role, number, found.rows, fed)
     weights.add(linear.weight, tuple(axis for _, axis in linear.out_axes), labels)
-    for bias in biases_of(linear):
-        if role_of := _bias_labels(role, number, operand, bias, found.rows):
-            biases.add(bias, tuple(range(bias.tensor.ndim)), role_of)
+    for bias, total in biases_of(linear):
+        axes = tuple(axis for axis, size in enumerate(bias.tensor.shape) if size > 1)
+        offset = total.tensor.ndim - bias.tensor.ndim
+        along = Side(total.tensor, tuple(axis + offset for axis in axes))
+        biases.add(bias, axes, _bias_labels(role, number, operand.rows, along, found.rows))
 
 
 def _feeds_linear_maps(linear: LinearMap, units: Side, maps: dict[Op, LinearMap]) -> Tensor:
@@ -168,41 +171,44 @@ def _feeds_linear_maps(linear: LinearMap, units: Side, maps: dict[Op, LinearMap]
 
 
 def _bias_labels(
-    role: str, number: int, operand: Operand, bias: Value, rows: list[tuple[int, ...]]
+    role: str, number: int, target: Side, total: Side, rows: list[tuple[int, ...]]
 ) -> UnitLabels:
-    side = operand.rows
+    """Labels of a bias, from the sum in which it takes part and whose axes it lies along."""
 
     def squares(draw: int) -> Tensor:
-        cotangents = (side.at(side.axes, row, draw) for row in rows)
-        return torch.stack(
-            [pull(side.tensor, bias.tensor, c).cpu().double() ** 2 for c in cotangents]
-        )
+        cotangents = (target.at(target.axes, row, draw) for row in rows)
+        pulled = (pull(target.tensor, total.tensor, cotangent) for cotangent in cotangents)
+        return torch.stack([total.size(derivative, total.axes) ** 2 for derivative in pulled])
 
-    return _unit_labels(role, number, Feeding(rows, strong(squares)))
+    return _unit_labels(role, number, rows, strong(squares))
 
 
-def _unit_labels(role: str, number: int, found: Feeding) -> UnitLabels:
+def _unit_labels(role: str, number: int, rows: list[tuple[int, ...]], fed: Tensor) -> UnitLabels:
+    """The labels of units, from which of them feed which row."""
     rows_of: dict[tuple[int, ...], set[Fed]] = {
-        tuple(unit): set() for unit in torch.ones_like(found.units[0]).nonzero().tolist()
+        tuple(unit): set() for unit in torch.ones_like(fed[0]).nonzero().tolist()
     }
-    for row, *unit in found.units.nonzero().tolist():
-        rows_of[tuple(unit)].add(Fed(role, number, found.rows[row]))
+    for row, *unit in fed.nonzero().tolist():
+        rows_of[tuple(unit)].add(Fed(role, number, rows[row]))
     return {unit: frozenset(fed) for unit, fed in rows_of.items()}
 
 
-def biases_of(linear: LinearMap) -> list[Value]:
-    """The weights that are added to what a linear map returns."""
+def biases_of(linear: LinearMap) -> list[tuple[Value, Value]]:
+    """The weights that are added to what a linear map returns, each with the sum."""
     op = linear.op
     position = {"addmm": 0, "baddbmm": 0, "linear": 2, "convolution": 2}.get(op.name)
     given = op.args[position] if position is not None and len(op.args) > position else None
-    found = [given] if given is not None and given.kind == "weight" else []
+    found: list[tuple[Value, Value]] = []
+    if given is not None and given.kind == "weight":
+        found.append((given, linear.output))
     stack = [linear.output]
     while stack:
         for consumer in stack.pop().consumers:
             if consumer.name in VIEWS:
                 stack += consumer.outputs
             elif consumer.name == "add":
-                found += [v for v in consumer.inputs if v.kind == "weight" and v not in found]
+                weights = (value for value in consumer.inputs if value.kind == "weight")
+                found += [(weight, consumer.outputs[0]) for weight in weights]
     return found
 
 
@@ -230,7 +236,12 @@ def consumers_of(
 
 
 def _label_output(
-    number: int, output: Operand, linear: LinearMap, outputs: ParameterLabels
+    number: int,
+    output: Operand,
+    linear: LinearMap,
+    maps: dict[Op, LinearMap],
+    weights: ParameterLabels,
+    outputs: ParameterLabels,
 ) -> None:
     if not linear.in_axes:
         return
@@ -244,6 +255,29 @@ def _label_output(
         units_of=lambda rows: push(source, target, rows),
         rows_of=lambda cotangent: pull(target, source, cotangent),
     )
-    if found is not None:
-        labels = _unit_labels("output", number, found)
-        outputs.add(linear.weight, tuple(axis for _, axis in linear.in_axes), labels)
+    if found is None:
+        return
+    labels = _unit_labels("output", number, found.rows, found.units)
+    outputs.add(linear.weight, tuple(axis for _, axis in linear.in_axes), labels)
+    for value in walk_back(linear.input, maps):
+        if value.op in maps:
+            _label_gate(number, maps[value.op], units, found, weights)
+
+
+def _label_gate(
+    number: int, gate: LinearMap, units: Side, found: Feeding, weights: ParameterLabels
+) -> None:
+    """Label a linear map by the heads whose output it multiplies on the way to `units`."""
+    source = Side(gate.output.tensor, tuple(axis for axis, _ in gate.out_axes))
+    if not source.tensor.requires_grad:
+        return
+    sizes = []
+    for fed in found.units:
+        cotangent = units.at(units.others, found.token)
+        shape = [cotangent.shape[a] if a in units.axes else 1 for a in range(cotangent.ndim)]
+        of_head = cotangent * fed.reshape(shape).to(cotangent)
+        sizes.append(source.size(pull(units.tensor, source.tensor, of_head), source.axes))
+    stacked = torch.stack(sizes)
+    if stacked.max() > 0:
+        labels = _unit_labels("gate", number, found.rows, strong(lambda _: stacked.square()))
+        weights.add(gate.weight, tuple(axis for _, axis in gate.out_axes), labels)

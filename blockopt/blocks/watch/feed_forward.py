@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks.watch.forward_graph import Op, Value
+from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
 from blockopt.blocks.watch.probes import Side, pull
 
@@ -52,7 +52,7 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         if not found or out in entered or not taken.isdisjoint(found):
             continue
         back_to_width = all(into.in_size == out.out_size for into in found)
-        if back_to_width and _is_added(out, maps):
+        if back_to_width and _is_added(out, maps) and _is_per_token(out, found):
             result.append(FeedForward(list(_with_roles(out, found, maps)), out))
     return result
 
@@ -89,6 +89,25 @@ def _is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
         for op in walk_on(out.output, maps)
         if op not in maps
     )
+
+
+def _is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
+    """Whether what enters `out` for one token depends on hidden units of one token alone."""
+    if not out.in_axes:
+        return False
+    inputs = Side(out.input.tensor, tuple(axis for axis, _ in out.in_axes))
+    hidden = [Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in found]
+    tensors = (inputs.tensor, *(side.tensor for side in hidden))
+    if not all(tensor.requires_grad for tensor in tensors):
+        return False
+    shape = [inputs.tensor.shape[axis] for axis in inputs.others]
+    for token in (tuple(n - 1 for n in shape), tuple(0 for _ in shape)):
+        cotangent = inputs.at(inputs.others, token)
+        sizes = [s.size(pull(inputs.tensor, s.tensor, cotangent), s.others) for s in hidden]
+        reached = [int((size > 1e-6 * size.max()).sum()) for size in sizes]
+        if all(reached):  # otherwise an activation function shut all units of this token
+            return max(reached) == 1
+    return False
 
 
 def _with_roles(
@@ -144,3 +163,10 @@ def _reached(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
         return torch.zeros([side.tensor.shape[axis] for axis in side.axes], dtype=torch.bool)
     sizes = side.size(pull(tensor, side.tensor, cotangent), side.axes)
     return sizes > 1e-6 * sizes.max()
+
+
+def routers(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[LinearMap]:
+    """Linear maps whose largest results choose, as among experts."""
+    chosen = (op.inputs[0] for op in graph.ops if op.name == "topk")
+    found = {maps[v.op]: None for value in chosen for v in walk_back(value, maps) if v.op in maps}
+    return list(found)

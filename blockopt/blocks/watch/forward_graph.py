@@ -22,7 +22,7 @@ from blockopt.no_trace import preserved_state
 
 Kind = Literal["constant", "weight", "activation"]
 
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution")
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "_grouped_mm")
 LOOKUPS = ("embedding", "index", "index_select", "gather", "embedding_bag", "_embedding_bag")
 
 

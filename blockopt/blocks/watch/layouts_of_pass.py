@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, merge_heads
+from blockopt.blocks.split import Split
 from blockopt.blocks.watch import embeddings
 from blockopt.blocks.watch.attention import attention_calls, biases_of, label_attention
-from blockopt.blocks.watch.feed_forward import feed_forwards
+from blockopt.blocks.watch.feed_forward import feed_forwards, routers
 from blockopt.blocks.watch.forward_graph import ForwardGraph, recorded_pass
 from blockopt.blocks.watch.linear_maps import (
     LinearMap,
@@ -58,6 +59,10 @@ def layouts_of_pass(
             taken |= {mlp.out, *(linear for linear, _ in mlp.into)}
             for linear, roles in (*mlp.into, (mlp.out, ["mlp_out"] * mlp.out.out_size)):
                 found = _row_layouts(linear, roles, graph, per_row) | found
+        for linear in routers(graph, maps):
+            if linear not in taken:
+                taken.add(linear)
+                found = _row_layouts(linear, ["router"] * linear.out_size, graph, per_row) | found
         found = _ends(graph, maps, taken, bool(calls), per_row) | found
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found
@@ -109,7 +114,7 @@ def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Layouts:
     """Biases that are added after the sum over heads, so that they belong to none of them."""
     return {
         parameter: Layout(("bias",), None)
-        for bias in biases_of(linear)
+        for bias, _ in biases_of(linear)
         for parameter in parameters_of(bias, graph)
         if parameter.ndim == 1
     }
@@ -130,20 +135,29 @@ def _row_layouts(
 ) -> Layouts:
     """Layouts of a weight with a role for each of its outputs, and of its bias."""
     found: Layouts = {}
-    axes = tuple(axis for _, axis in linear.out_axes)
     for parameter in parameters_of(linear.weight, graph):
-        for dim, coordinate in enumerate(coordinates(linear.weight, parameter)):
+        # Of stacked matrices the first axis numbers the matrices, the last the units.
+        axes = tuple(axis for _, axis in linear.out_axes)[-1:]
+        sent = coordinates(linear.weight, parameter)
+        for dim, coordinate in enumerate(sent):
             along = None if coordinate is None else along_unit_axes(coordinate, axes)
-            if along is None or along.numel() != parameter.shape[dim] or parameter.shape[dim] == 1:
+            if along is None or sorted(along.tolist()) != list(range(parameter.shape[dim])):
                 continue
-            order = along.flatten().argsort().tolist()
-            if sorted(along.flatten().tolist()) == list(range(parameter.shape[dim])):
-                found[parameter] = row_layout([roles[i] for i in order], dim, per_row)
-                break
+            in_order = [roles[i] for i in along.argsort().tolist()]
+            found[parameter] = _stacked(row_layout(in_order, dim, per_row), dim, parameter)
+            break
     layout = next(iter(found.values()), None)
-    if isinstance(layout, Layout):
+    if isinstance(layout, Layout) and (layout.split is None or layout.split.stack == 1):
         split = None if layout.split is None else layout.split._replace(dim=0)
         for bias in _whole_biases(linear, graph):
             if bias.shape[0] == linear.out_size:
                 found[bias] = Layout(("bias",) * len(layout.roles), split)
     return found
+
+
+def _stacked(layout: Layout, dim: int, parameter: Tensor) -> Layout:
+    """The layout of a parameter of three dimensions, which stacks a matrix for each expert."""
+    if parameter.ndim != 3 or dim == 0:
+        return layout
+    split = layout.split or Split(dim, (parameter.shape[dim],), (1,))
+    return layout._replace(split=split._replace(stack=parameter.shape[0]))

@@ -83,6 +83,11 @@ def _read(op: Op) -> LinearMap | None:
         if weight.kind != "weight":
             return None
         return LinearMap(op, x, weight, output, ((last, 0),), ((last, 1),))
+    if op.name == "_grouped_mm":  # rows of the input, each times the matrix of one expert
+        x, weight = op.args[:2]
+        if weight.kind != "weight" or weight.tensor.ndim != 3:
+            return None
+        return LinearMap(op, x, weight, output, ((1, 2),), ((1, 1),))
     left, right = op.args[-2:]
     batch: Axes = ((0, 0),) if "bmm" in op.name else ()
     row, column = len(batch), len(batch) + 1

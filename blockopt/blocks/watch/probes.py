@@ -15,6 +15,7 @@ from torch import Tensor
 
 _FEEDS = 0.5  # share of the strongest derivative that counts; a norm over all heads gives less
 _DRAWS = 8  # of random signs, where a norm over all heads ties every unit to every row
+_MOST_ROWS = 1024  # of one token; more are no heads
 
 
 def _signs(shape: torch.Size, draw: int) -> Tensor:
@@ -91,10 +92,12 @@ class Feeding(NamedTuple):
     Attributes:
         rows: The index of each row.
         units: (rows, *units), whether the unit feeds the row or the row the unit.
+        token: The index of the token on the other axes of the units.
     """
 
     rows: list[tuple[int, ...]]
     units: Tensor
+    token: tuple[int, ...]
 
 
 def feeding(
@@ -122,14 +125,14 @@ def feeding(
     if token is None:
         return None
     found = _large(rows.size(rows_of(units.at(units.others, token)), rows.axes))
-    if not found:
+    if not 0 < len(found) <= _MOST_ROWS:
         return None
 
     def squares(draw: int) -> Tensor:
         perturbed = (units_of(rows.at(rows.axes, row, draw)) for row in found)
         return torch.stack([_select(p, units.others, token).cpu().double() ** 2 for p in perturbed])
 
-    return Feeding(found, strong(squares))
+    return Feeding(found, strong(squares), token)
 
 
 def strong(squares: Callable[[int], Tensor]) -> Tensor:
