@@ -19,9 +19,11 @@ def test_a_research_model_is_understood(name):
     assert find_blocks(research_model(name), example=example()) == expected
 
 
-# What names tell and a pass does not: experts, and what is no part of a transformer.
+# Experts and routers, of which the pass tells more than names.
+MORE_IN_PASS = ("mlp.experts", "mlp.gate.weight")
+# What names tell and a pass does not: what is no part of a transformer, or no linear map.
 BY_NAME_ALONE = {
-    "mixtral": ("experts",),
+    "mixtral": MORE_IN_PASS,
     "cnn": ("classifier",),
     "attention-bias-kv": ("bias_k", "bias_v"),
 }
@@ -49,9 +51,19 @@ def test_both_readings_together_are_the_named_one(name):
     model = FAMILIES[name]()
     found = find_blocks(model, example=lambda: loss_of(name, model))
     named = find_blocks(model)
-    assert {n: b for n, b in found.items() if "lora" not in n} == {
-        n: b for n, b in named.items() if "lora" not in n
-    }
+    for parameter_name, entry in named.items():
+        if not any(part in parameter_name for part in ("lora", *MORE_IN_PASS)):
+            assert found[parameter_name] == entry, parameter_name
+
+
+def test_experts_are_read_by_neuron_and_routers_by_expert():
+    model = FAMILIES["mixtral"]()
+    found = find_blocks(model, example=lambda: loss_of("mixtral", model))
+    roles, layer, split = found["model.layers.1.mlp.experts.gate_up_proj"]
+    assert (roles, layer) == (("mlp_gate", "mlp_in"), 1)
+    assert split == Split(1, (24, 24), (24, 24), stack=3)
+    assert found["model.layers.1.mlp.experts.down_proj"].split == Split(1, (16,), (16,), stack=3)
+    assert found["model.layers.1.mlp.gate.weight"] == Blocks(("router",), 1, Split(0, (3,), (3,)))
 
 
 @pytest.mark.parametrize("options", [{"per_head": False}, {"per_row": ()}, {"per_row": ("head",)}])

@@ -15,9 +15,9 @@ from torch import Tensor
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
 from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
-from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, strong
+from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, stopped_at, strong
 
-# A softmax, or what research code puts in its place. It may also be written out: exp, then div.
+# A softmax, or what research code puts in its place; a softmax may also be written out.
 _BETWEEN = ("_softmax", "_safe_softmax", "softmax", "sigmoid", "relu")
 _SUMS = ("add", "sub", "where", "lerp")
 _ROLES = ("query", "key", "value", "gate")
@@ -63,10 +63,19 @@ def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Atte
 def _scores(weights: Value, maps: dict[Op, LinearMap]) -> list[Value]:
     """The products that attention weights are made of, none if they are no attention weights."""
     made_of = [value for value in walk_back(weights, maps) if value.op is not None]
-    names = {value.op.name for value in made_of if value.op}
-    if names.isdisjoint(_BETWEEN) and not names >= {"exp", "div"}:
-        return []
-    return [value for value in made_of if value.op and value.op.multiplies_activations]
+    exponentials = any(value.op.name == "exp" for value in made_of if value.op)
+    found: dict[Value, None] = {}
+    for value in made_of:
+        assert value.op is not None
+        if value.op.name in _BETWEEN or (exponentials and _divides_by_sum(value.op)):
+            before = walk_back(value, maps)
+            found |= {v: None for v in before if v.op and v.op.multiplies_activations}
+    return list(found)
+
+
+def _divides_by_sum(op: Op) -> bool:
+    below = op.args[1] if op.name == "div" else None
+    return isinstance(below, Value) and below.op is not None and below.op.name == "sum"
 
 
 def _read_call(
@@ -92,15 +101,15 @@ def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | N
     The weights of one query depend on the scores of one query with several keys.
     """
     side, length = Side(weights, (query_axis,)), weights.shape[query_axis]
-    for query in dict.fromkeys((length - 1, 0, length // 2)):
-        axes = (*range(weights.ndim - 2), query_axis)
-        cotangent = side.at(axes, (*(0 for _ in axes[:-1]), query))
-        derivative = pull(weights, scores, cotangent).abs()
+    for query in dict.fromkeys((length - 1, 0, length // 2, length // 4)):
+        derivative = pull(weights, scores, side.at(side.axes, (query,))).abs()
         reached = derivative > 1e-6 * derivative.max()
-        reached = reached.flatten(0, -3).any(dim=0) if reached.ndim > 2 else reached
-        num_left, num_right = (int(reached.any(dim=d).sum()) for d in (1, 0))
-        if num_left != num_right and 1 in (num_left, num_right):
-            return num_left == 1
+        by_slice = reached.reshape(-1, *reached.shape[-2:])  # of all heads and sequences
+        left, right = (by_slice.any(dim=dim).sum(dim=1) for dim in (2, 1))
+        one_query = int(((left == 1) & (right > 1)).sum())
+        one_key = int(((left > 1) & (right == 1)).sum())
+        if one_query != one_key:
+            return one_query > one_key
     return None
 
 
@@ -154,18 +163,22 @@ def _label_projection(
     for bias, total in biases_of(linear):
         axes = tuple(axis for axis, size in enumerate(bias.tensor.shape) if size > 1)
         offset = total.tensor.ndim - bias.tensor.ndim
-        along = Side(total.tensor, tuple(axis + offset for axis in axes))
-        biases.add(bias, axes, _bias_labels(role, number, operand.rows, along, found.rows))
+        if all(total.tensor.shape[axis + offset] == bias.tensor.shape[axis] for axis in axes):
+            along = Side(total.tensor, tuple(axis + offset for axis in axes))
+            biases.add(bias, axes, _bias_labels(role, number, operand.rows, along, found.rows))
 
 
 def _feeds_linear_maps(linear: LinearMap, units: Side, maps: dict[Op, LinearMap]) -> Tensor:
     """Which units also enter a linear map: then what they feed is no head, but hidden state."""
     result = torch.zeros([units.tensor.shape[a] for a in units.axes], dtype=torch.bool)
-    for op in walk_on(linear.output, maps):
+    entered = list(walk_on(linear.output, maps))
+    products = [op.outputs[0].tensor for op in entered if op.multiplies_activations]
+    for op in entered:
         if op in maps and not result.all():
             entering = maps[op].input.tensor
             signs = Side(entering, ()).signs()
-            sizes = units.size(pull(entering, units.tensor, signs), units.axes)
+            with stopped_at(products):
+                sizes = units.size(pull(entering, units.tensor, signs), units.axes)
             result |= sizes > 1e-6 * sizes.max()
     return result
 
@@ -204,7 +217,8 @@ def biases_of(linear: LinearMap) -> list[tuple[Value, Value]]:
     stack = [linear.output]
     while stack:
         for consumer in stack.pop().consumers:
-            if consumer.name in VIEWS:
+            scales = consumer.name in ("mul", "div") and len(consumer.activations) == 1
+            if consumer.name in VIEWS or scales:
                 stack += consumer.outputs
             elif consumer.name == "add":
                 weights = (value for value in consumer.inputs if value.kind == "weight")

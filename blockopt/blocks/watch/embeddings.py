@@ -10,13 +10,17 @@ from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import LinearMap, parameters_of, walk_back, walk_on
 
 
-def looked_up(graph: ForwardGraph) -> dict[Tensor, str]:
+def looked_up(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> dict[Tensor, str]:
     """The role of every table that is looked up: `embedding`, or `position`.
 
     Positions do not depend on the input, or count up by one along the sequence while the indices of
     another table do not.
     """
-    lookups = list(_lookups(graph))
+    lookups = [
+        (table, index)
+        for table, index in _lookups(graph)
+        if not any(v.op and v.op.name == "topk" for v in walk_back(index, maps))  # of an expert
+    ]
     free = any(index.kind == "activation" and not _counts(index) for _, index in lookups)
     roles: dict[Tensor, str] = {}
     for table, index in lookups:

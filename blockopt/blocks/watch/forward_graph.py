@@ -140,6 +140,8 @@ class ForwardGraph(TorchDispatchMode):
 
 
 def _kind_of_result(op: Op) -> Kind:
+    if op.name == "index" and op.inputs[0].kind == "weight" and op.inputs[0].tensor.ndim == 3:
+        return "weight"  # the matrix of an expert, chosen by an index
     kinds = {value.kind for value in op.inputs}
     if "activation" in kinds:
         return "activation"

@@ -89,7 +89,7 @@ def _ends(
         found |= {
             p: Layout(("embedding",), None) for p in embeddings.put_before_tokens(graph, maps)
         }
-    for table, role in embeddings.looked_up(graph).items():
+    for table, role in embeddings.looked_up(graph, maps).items():
         if table.ndim == 2:
             found[table] = row_layout([role] * table.shape[0], 0, per_row)
     return {p: Layout(("norm",), None) for p in norm_parameters(graph)} | found

@@ -157,6 +157,9 @@ def _send(value: Value, follow: Callable[[Value], Tensor | None]) -> Tensor | No
         return first if first.shape == value.tensor.shape else None
     if op.name in _RESHAPES:
         return first.reshape(value.tensor.shape)
+    if op.name == "index":
+        indexed: Tensor = replay(op, lambda v: sources.get(v, v.tensor))
+        return indexed
     if op.name in _VIEWS or op.name in ("cat", "stack"):
         result = replay(op, lambda v: sources.get(v, torch.full(v.tensor.shape, -1)))
         results: Sequence[Tensor] = [result] if isinstance(result, Tensor) else result

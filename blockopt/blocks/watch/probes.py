@@ -7,7 +7,8 @@ those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,17 @@ def push(source: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
     if not pulled.requires_grad:
         return torch.zeros_like(target)
     return pull(pulled, dual, tangent)
+
+
+@contextmanager
+def stopped_at(tensors: list[Tensor]) -> Iterator[None]:
+    """Let no derivative pass through these tensors."""
+    hooks = [tensor.register_hook(torch.zeros_like) for tensor in tensors if tensor.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Side(NamedTuple):

@@ -41,6 +41,8 @@ def reconcile(
             result[parameter] = seen
         elif isinstance(seen, Ambiguity):
             continue
+        elif seen.split and seen.split.stack > 1 and said.split and said.split.dim == 0:
+            result[parameter] = seen  # by the names a stack is cut into matrices, and no further
         elif _PROVEN & {*seen.roles, *said.roles} and "bias" not in said.roles:
             disagreements.append(
                 f"  {name!r} of shape {tuple(parameter.shape)}\n"
@@ -49,6 +51,8 @@ def reconcile(
             )
         elif (*said.roles, *seen.roles) == ("embedding", "position"):
             result[parameter] = seen  # any nn.Embedding is an embedding by its name
+        elif said == (("bias",), None) and set(seen.roles) == {"bias"}:
+            result[parameter] = seen  # cut like its weight, which names did not find
     if disagreements:
         raise ValueError(
             "The names of modules and the forward pass on `example` disagree about "
