@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FEEDS = 0.5  # share of the strongest derivative that counts; a norm over all heads gives less
+_ANY, _STRONGEST = 1e-3, 0.5  # shares of the largest derivative that count; see `strong`
 _DRAWS = 8  # of random signs, where a norm over all heads ties every unit to every row
 _MOST_ROWS = 1024  # of one token; more are no heads
 
@@ -148,17 +148,35 @@ def feeding(
 
 
 def strong(squares: Callable[[int], Tensor]) -> Tensor:
-    """Where the size of a derivative is large, compared with its largest along the first axis.
+    """Where a derivative counts, compared with its largest along the first axis.
+
+    Nearly every derivative that is not zero counts, so that a short convolution, which ties a unit
+    to the rows of a head for several tokens, ties it to all of them. If that finds no heads of one
+    size, the strongest count: a norm over all heads ties every unit to every row, but weakly.
 
     Args:
         squares: Squared derivatives for a draw of random signs.
     """
     total = squares(0)
-    share = total / total.amax(dim=0).clamp(min=1e-300)
-    if bool(((share > 1e-8) & (share < 0.99)).any()):  # neither all nor nothing: average
-        total = sum((squares(draw) for draw in range(1, _DRAWS)), total)
     strongest = total.amax(dim=0)
-    return (total >= _FEEDS**2 * strongest) & (strongest > 1e-12 * strongest.max())
+    counts = strongest > 1e-12 * strongest.max()
+    fed = (total >= _ANY**2 * strongest) & counts
+    if (
+        len(fed) == 1
+        or _are_heads(fed)
+        or bool((total[fed] > 0.99 * strongest.expand_as(total)[fed]).all())
+    ):
+        return fed
+    total = sum((squares(draw) for draw in range(1, _DRAWS)), total)
+    strongest = total.amax(dim=0)
+    return (total >= _STRONGEST**2 * strongest) & counts
+
+
+def _are_heads(fed: Tensor) -> bool:
+    """Whether units that feed the same rows are several sets of one size."""
+    columns = fed.flatten(1)[:, fed.flatten(1).any(dim=0)]
+    _, sizes = columns.unique(dim=1, return_counts=True)
+    return len(sizes) > 1 and len(sizes.unique()) == 1
 
 
 def _select(tensor: Tensor, axes: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
