@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
-from blockopt.block_lr import BlockLR, CurvatureFunction
+from blockopt.block_lr import BlockLR, CurvatureFunction, defaults
 from blockopt.blocks import Blocks, Level, param_groups
 from blockopt.distributed import rank
 from blockopt.optim import BlockAdamW, BlockMuon
@@ -92,7 +92,7 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
     roles, so it is refused.
 
     Args:
-        curvature: See `BlockLR` for this and the next nine arguments.
+        curvature: See `BlockLR` for this and the next ten arguments.
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow.
@@ -100,6 +100,7 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
         bounds: The smallest and the largest scale.
         by: Which blocks share a scale.
         beta: The weight of the past in the smoothed scales.
+        fade: Optimizer steps after which all scales are 1 again.
         num_probes: Samples per batch.
         seed: The seed of these samples and of the batches.
         batch: A function that returns the batch for each refresh, instead of one that is drawn.
@@ -119,14 +120,15 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        curvature: str | CurvatureFunction = "newton",
-        every: int = 100,
+        curvature: str | CurvatureFunction = defaults.CURVATURE,
+        every: int = defaults.EVERY,
         warmup: int = 0,
         until: int | None = None,
-        power: float = -0.5,
-        bounds: tuple[float, float] = (0.1, 10.0),
+        power: float = defaults.POWER,
+        bounds: tuple[float, float] = defaults.BOUNDS,
         by: Level = "role",
-        beta: float = 0.9,
+        beta: float = defaults.BETA,
+        fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
         batch: Callable[[], Batch] | None = None,
@@ -145,6 +147,7 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
             "bounds": tuple(bounds),
             "by": by,
             "beta": beta,
+            "fade": fade,
             "num_probes": num_probes,
             "seed": seed,
         }

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockopt.block_lr import defaults
 from blockopt.block_lr.history import History, Refresh, ScaleTable
 from blockopt.block_lr.optimizer_hooks import hooks_for
 from blockopt.block_lr.saved_state import from_text, to_text
 from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_guesses
+from blockopt.block_lr.smoothing import Smoothing
 from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, sum_groups
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request
@@ -38,7 +40,8 @@ class BlockLR:
     """Gives every Hessian block of a model its own learning rate, `lr * scale[block]`.
 
     A refresh measures the curvature, turns it into scales (`block_scales`), and moves the logarithm
-    of each scale towards them by `1 - beta`; the first refresh takes them as they are. The
+    of each scale towards them by `1 - beta`, from 0 on; scales whose measurements differ from
+    refresh to refresh are drawn towards 1 by as much as that noise explains (`Smoothing`). The
     geometric mean of the scales over all weights stays 1. Call `step` after `optimizer.step()` and
     before `zero_grad()`; it does nothing unless a refresh is due:
 
@@ -93,7 +96,10 @@ class BlockLR:
         power: The power of the curvature, see `block_scales`.
         bounds: The smallest and the largest scale.
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
-        beta: The weight of the past in the smoothed scales; 0 for none.
+        beta: The weight of the past in the smoothed scales, which start at 1; 0 takes each
+            measurement as it is.
+        fade: Optimizer steps after which all scales are 1 again: after step t the logarithm of a
+            scale is multiplied by `1 - t / fade`. None for never.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
         seed: The seed of these samples, which differ from step to step.
 
@@ -113,7 +119,7 @@ class BlockLR:
         >>> optimizer = BlockSGD(param_groups(model), lr=0.1)
         >>> values = {"0.weight": 4.0, "0.bias": 1.0, "1.weight": 1.0, "1.bias": 1.0}
         >>> curvature = {name: torch.tensor([value]) for name, value in values.items()}
-        >>> block_lr = BlockLR(optimizer, model, curvature=lambda *_: curvature)
+        >>> block_lr = BlockLR(optimizer, model, curvature=lambda *_: curvature, beta=0.0)
         >>> model(x).sum().backward()
         >>> optimizer.step()
         >>> block_lr.step()
@@ -129,14 +135,15 @@ class BlockLR:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         *,
-        curvature: str | CurvatureFunction = "newton",
-        every: int = 100,
+        curvature: str | CurvatureFunction = defaults.CURVATURE,
+        every: int = defaults.EVERY,
         warmup: int = 0,
         until: int | None = None,
-        power: float = -0.5,
-        bounds: tuple[float, float] = (0.1, 10.0),
+        power: float = defaults.POWER,
+        bounds: tuple[float, float] = defaults.BOUNDS,
         by: Level = "role",
-        beta: float = 0.9,
+        beta: float = defaults.BETA,
+        fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
     ) -> None:
@@ -146,6 +153,8 @@ class BlockLR:
         check_count("warmup", warmup, smallest=0)
         if until is not None:
             check_count("until", until, smallest=0)
+        if fade is not None:
+            check_count("fade", fade)
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta={beta}. Must be in [0, 1).")
         check_count("num_probes", num_probes)
@@ -153,7 +162,7 @@ class BlockLR:
         self._estimator = None if callable(curvature) else ESTIMATORS[curvature]
         self._needs_update = self._estimator is not None and self._estimator.needs_update
         self._num_probes, self._seed = num_probes, seed
-        self._every, self._warmup, self._until, self._beta = every, warmup, until, beta
+        self._every, self._warmup, self._until, self._fade = every, warmup, until, fade
         self._options = ScaleOptions(power, bounds, by)
         self._options.check()
         self.history = History()
@@ -161,7 +170,8 @@ class BlockLR:
         self._failures_in_a_row = 0
         self._not_positive_in_a_row = 0
         self._served = 0  # the last due step that was followed by a refresh
-        self._log_scales: dict[str, Tensor] = {}
+        self._smoothing = Smoothing(beta)
+        self._log_scales: dict[str, Tensor] = {}  # as applied
         self._hooks = hooks_for(optimizer, model, self._wants_update)
         block_groups(self._hooks.blocks(), by)  # checks `by`
         self._hooks.attach(
@@ -213,7 +223,10 @@ class BlockLR:
         due = self._last_due(self.num_steps)
         if due > self._served and (not self._needs_update or self._hooks.has_update):
             self._served = due
-            self._refresh(losses)
+            if self._fade is not None and self.num_steps >= self._fade:
+                self._apply(self._log_scales)
+            else:
+                self._refresh(losses)
 
     def _last_due(self, number: int) -> int:
         """The last step up to this one that a refresh is due after, 0 if there is none."""
@@ -244,9 +257,9 @@ class BlockLR:
         self._failures_in_a_row = self._not_positive_in_a_row = 0
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         numel = {name: block_numel(shapes[name], b.split).double() for name, b in blocks.items()}
-        smoothed = {n: self._smoothed(n, scale.double().log()) for n, scale in scales.items()}
-        self._log_scales |= self._hooks.applicable(smoothed, numel)
-        self._hooks.write(self._log_scales)
+        self._smoothing.add({name: scale.double().log() for name, scale in scales.items()})
+        logs = _centred({name: self._smoothing.logs()[name] for name in blocks}, numel)
+        self._apply(self._hooks.applicable(logs, numel))
         self._record(curvature, blocks, numel)
 
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
@@ -274,9 +287,10 @@ class BlockLR:
             )
         )
 
-    def _smoothed(self, name: str, new: Tensor) -> Tensor:
-        old = self._log_scales.get(name)
-        return new if old is None else self._beta * old + (1 - self._beta) * new
+    def _apply(self, logs: Mapping[str, Tensor]) -> None:
+        left = 1.0 if self._fade is None else max(0.0, 1 - self.num_steps / self._fade)
+        self._log_scales |= {name: left * log for name, log in logs.items()}
+        self._hooks.write(self._log_scales)
 
     def _record(
         self,
@@ -331,12 +345,14 @@ class BlockLR:
         The optimizer's `state_dict` holds the same, so there is no need to save it apart.
         """
         logs = {unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
+        smoothing = {unwrapped_name(n): e for n, e in self._smoothing.state_dict().items()}
         return {
             "num_steps": self.num_steps,
             "served": self._served,
             "failures": self.failures,
             "failures_in_a_row": self._failures_in_a_row,
             "log_scales": logs,
+            "smoothing": smoothing,
             "history": [refresh.to_plain() for refresh in self.history],
         }
 
@@ -367,6 +383,17 @@ class BlockLR:
         self.failures = state_dict["failures"]
         self._failures_in_a_row = state_dict["failures_in_a_row"]
         self._log_scales = loaded
+        smoothing = state_dict["smoothing"].items()
+        self._smoothing.load_state_dict({names[name]: entry for name, entry in smoothing})
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)
+
+
+def _centred(logs: dict[str, Tensor], numel: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The logarithms less their mean over all entries, which shrinking has moved from 0."""
+    total = sum(float(torch.dot(numel[name], logs[name])) for name in logs)
+    mean = total / sum(float(numel[name].sum()) for name in logs)
+    if abs(mean) < 1e-6:  # no more than rounding: leave the bits
+        return logs
+    return {name: log - mean for name, log in logs.items()}

@@ -17,26 +17,30 @@ from torch import Tensor
 
 
 def to_text(state: Mapping[str, Any]) -> str:
-    """Write the state; floats keep all their bits, and scales that repeat are written once.
+    """Write a state of numbers, strings, lists, dictionaries and float64 vectors.
+
+    Floats keep all their bits, and values that repeat in a vector are written once.
 
     Example:
-        >>> to_text({"num_steps": 3, "log_scales": {"w": torch.tensor([0.5, 0.5, 0.25])}})
-        '{"num_steps": 3, "log_scales": {"w": [[0.5, 2], [0.25, 1]]}}'
+        >>> to_text({"num_steps": 3, "scales": torch.tensor([0.5, 0.5, 0.25])})
+        '{"num_steps": 3, "scales": {"runs": [[0.5, 2], [0.25, 1]]}}'
     """
-    runs = {name: _runs(logs) for name, logs in state["log_scales"].items()}
-    return json.dumps({**state, "log_scales": runs})
+    return json.dumps(state, default=_runs)
 
 
 def from_text(text: str) -> dict[str, Any]:
     """The inverse of `to_text`."""
-    state: dict[str, Any] = json.loads(text)
-    logs = {}
-    for name, runs in state["log_scales"].items():
-        values = [value for value, count in runs for _ in range(count)]
-        logs[name] = torch.tensor(values, dtype=torch.float64)
-    return {**state, "log_scales": logs}
+    state: dict[str, Any] = json.loads(text, object_hook=_vector)
+    return state
 
 
-def _runs(values: Tensor) -> list[list[float]]:
+def _runs(vector: Tensor) -> dict[str, list[Any]]:
     """Each value and how often it stands in a row."""
-    return [[value, len(list(same))] for value, same in groupby(values.tolist())]
+    return {"runs": [[value, len(list(same))] for value, same in groupby(vector.tolist())]}
+
+
+def _vector(found: dict[str, Any]) -> Any:
+    if found.keys() != {"runs"}:
+        return found
+    values = [value for value, count in found["runs"] for _ in range(count)]
+    return torch.tensor(values, dtype=torch.float64)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockopt.block_lr import defaults
 from blockopt.blocks import (
     Blocks,
     Level,
@@ -35,8 +36,8 @@ RATIOS = {
 class ScaleOptions(NamedTuple):
     """How curvature becomes a multiplier, see `block_scales`."""
 
-    power: float = -0.5
-    bounds: tuple[float, float] = (0.1, 10.0)
+    power: float = defaults.POWER
+    bounds: tuple[float, float] = defaults.BOUNDS
     by: Level = "role"
 
     def check(self) -> None:
@@ -56,8 +57,8 @@ def block_scales(
     model: nn.Module,
     blocks: Mapping[str, Blocks] | None = None,
     *,
-    power: float = -0.5,
-    bounds: tuple[float, float] = (0.1, 10.0),
+    power: float = defaults.POWER,
+    bounds: tuple[float, float] = defaults.BOUNDS,
     by: Level = "role",
 ) -> dict[str, Tensor]:
     """Return learning-rate multipliers `clip((curvature / reference) ** power, *bounds)` per block.
