@@ -1,0 +1,140 @@
+"""Distributions: histograms of entries, sorted eigenvalues, and spectral densities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blockopt.analysis.plots.axes import (
+    LINE_STYLES,
+    Label,
+    eigenvalue_line,
+    finished,
+    largest_magnitude,
+    linear_range,
+    new_axis,
+    numbers,
+    role_color,
+    symmetric_log_scale,
+)
+from blockopt.analysis.spectral.density import SpectralDensity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def entry_histograms(
+    entries: Mapping[Label, Tensor],
+    *,
+    bins: int = 60,
+    decades: float = 10.0,
+    title: str = "Absolute entries of Hessian blocks",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw histograms of absolute entries on one logarithmic axis, with a line at each median.
+
+    Args:
+        entries: `{label: entries of a block}`, of any shape. Zeros have no place on the axis; the
+            legend gives their share.
+        bins: The number of bins, of equal width in the logarithm.
+        decades: How far below the largest entry the axis goes; what is smaller is counted in the
+            first bin.
+        title: The title of the axis.
+        ax: Where to draw; a new figure by default.
+    """
+    values = {label: numbers(block).abs().flatten() for label, block in entries.items()}
+    largest = max((float(v.max()) for v in values.values() if v.numel()), default=0.0)
+    if not largest > 0 or not math.isfinite(largest):
+        raise ValueError("Invalid entries: must be finite, and some must be other than 0.")
+    high = math.log10(largest)
+    smallest = min(float(v[v > 0].min()) for v in values.values() if bool((v > 0).any()))
+    low = min(max(math.log10(smallest), high - decades), high - 0.1)
+    edges = torch.logspace(low, high, bins + 1, dtype=torch.float64)
+    ax = new_axis(ax, (6.4, 3.6))
+    seen: list[str] = []
+    for number, (label, v) in enumerate(values.items()):
+        present = v[v > 0].clamp(min=float(edges[0]))
+        zeros = 1 - len(present) / max(1, len(v))
+        median = float(present.median()) if len(present) else math.nan
+        name = f"{label}: median {median:.1e}" + (f", {zeros:.0%} zero" if zeros > 0.005 else "")
+        color = role_color(label, number)
+        style = LINE_STYLES[seen.count(color) % 4]
+        seen.append(color)
+        weights = torch.ones_like(present) / max(1, len(present))
+        options: dict[str, Any] = {
+            "bins": edges.tolist(),
+            "weights": weights.tolist(),
+            "color": color,
+        }
+        ax.hist(present.tolist(), histtype="stepfilled", alpha=0.18, linestyle="-", **options)
+        ax.hist(
+            present.tolist(), histtype="step", linewidth=1.4, linestyle=style, label=name, **options
+        )
+        ax.axvline(median, color=color, linewidth=0.9, linestyle=style)
+    ax.set_xscale("log")
+    return finished(ax, title, "|entry|", "share of entries")
+
+
+def sorted_eigenvalues(
+    eigenvalues: Mapping[Label, Tensor],
+    *,
+    threshold: float | None = None,
+    title: str = "Eigenvalues",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw all eigenvalues in descending order on a symmetric log axis.
+
+    Args:
+        eigenvalues: `{label: (n,)}`.
+        threshold: Where the linear range ends; by default 10⁻⁴ of the largest absolute eigenvalue.
+        title: The title of the axis.
+        ax: Where to draw; a new figure by default.
+    """
+    values = {label: numbers(v).flatten().sort().values for label, v in eigenvalues.items()}
+    ax = new_axis(ax, (6.0, 3.8))
+    for number, (label, v) in enumerate(values.items()):
+        eigenvalue_line(ax, number, label, v, torch.linspace(0, 1, len(v)), v.flip(0))
+    symmetric_log_scale(ax, "y", threshold or linear_range(values), largest_magnitude(values))
+    ax.axhline(0, color="black", linewidth=0.6)
+    return finished(ax, title, "rank, as a share of all eigenvalues", "eigenvalue (symmetric log)")
+
+
+def spectral_densities(
+    spectra: Mapping[Label, Tensor | SpectralDensity],
+    *,
+    threshold: float | None = None,
+    width: float = 0.08,
+    title: str = "Spectral density",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw smoothed densities of eigenvalues on a symmetric log axis.
+
+    Args:
+        spectra: `{label: (n,) eigenvalues, or what spectral_density returned}`.
+        threshold: Where the linear range ends; by default 10⁻⁴ of the largest absolute eigenvalue.
+        width: The width of the smoothing, in decades.
+        title: The title of the axis.
+        ax: Where to draw; a new figure by default.
+    """
+    found = {
+        label: s if isinstance(s, SpectralDensity) else SpectralDensity.of_eigenvalues(s)
+        for label, s in spectra.items()
+    }
+    threshold = threshold or linear_range({label: s.nodes for label, s in found.items()})
+    moved = {label: s.on_log_axis(threshold) for label, s in found.items()}
+    low = min(float(s.nodes.min()) for s in moved.values()) - 4 * width
+    high = max(float(s.nodes.max()) for s in moved.values()) + 4 * width
+    grid = torch.linspace(low, high, 1000, dtype=torch.float64)
+    eigenvalues = grid.sign() * threshold * (10 ** grid.abs() - 1)
+    ax = new_axis(ax, (6.0, 3.8))
+    for number, (label, s) in enumerate(moved.items()):
+        density = s.density(grid, width).clamp(min=1e-5)
+        eigenvalue_line(ax, number, label, found[label].nodes, eigenvalues, density)
+    symmetric_log_scale(ax, "x", threshold, float(eigenvalues.abs().max()))
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=1e-4)
+    return finished(ax, title, "eigenvalue (symmetric log)", "density per decade")
