@@ -1,7 +1,7 @@
 """Exact Hessians of transformers: closed forms, operators on any model, and their spectra.
 
-`hessian_report` measures a whole model. Operators on any model: `HessianOperator`,
-`GaussNewtonOperator`, `FunctionalOperator`, `dense`. Functions of any symmetric operator:
+`hessian_report` measures a whole model, `sampled_report` a large one. Operators on any model:
+`HessianOperator`, `GaussNewtonOperator`, `FunctionalOperator`, `dense`. Functions of any operator:
 `lanczos`, `spectral_density`, `top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`,
 `measure_block`. Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`,
 `TransformerBlockHessian`, `ScalarAttention`. Plots are in `blockopt.analysis.plots`, which needs
@@ -36,6 +36,7 @@ from blockopt.analysis.operators.model_operators import (
     HessianOperator,
 )
 from blockopt.analysis.report import hessian_report
+from blockopt.analysis.report_from_samples import sampled_report
 from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
 from blockopt.analysis.spectral.density import check_symmetric, lanczos, spectral_density
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
@@ -82,6 +83,7 @@ __all__ = [
     "off_diagonal_mass",
     "sample_bound",
     "sample_differences",
+    "sampled_report",
     "spectral_density",
     "squared_frobenius",
     "top_eigenpairs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Probes:
     its spectrum would. All that is reported of it is then exact.
 
     Attributes:
-        top: Eigenvalues per block, the farthest from 0.
+        top: Eigenvalues per block, the farthest from 0; 0 for none.
         num_probes: Random vectors per block, for traces and norms.
         num_steps: Lanczos steps of a spectrum.
         num_starts: Random vectors that the Lanczos steps start from; 0 for no spectra.
@@ -49,7 +49,7 @@ class Probes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, smallest in (("top", 1), ("num_probes", 2), ("num_steps", 2), ("num_starts", 0)):
+        for name, smallest in (("top", 0), ("num_probes", 2), ("num_steps", 2), ("num_starts", 0)):
             check_count(name, getattr(self, name), smallest)
 
     def builds(self, dimension: int) -> bool:
@@ -60,7 +60,20 @@ class Probes:
         """Return the products without probes; those for the top eigenvalues are a guess."""
         if self.builds(dimension):
             return dimension
-        return min(dimension, self.num_steps) * self.num_starts + 25 + 10 * (self.top - 1)
+        spectrum = min(dimension, self.num_steps) * self.num_starts
+        return spectrum + (25 + 10 * (self.top - 1) if self.top else 0)
+
+    def fitting(self, dimension: int, max_bytes: float) -> Probes:
+        """Return the same without what a memory of so many bytes has no room for.
+
+        The eigenvalues of a block that is built, or the vectors of Lanczos, are in float64.
+        """
+        vectors = max_bytes / (8 * dimension)
+        if self.builds(dimension):
+            return self
+        starts = self.num_starts if self.num_steps + 6 <= vectors else 0
+        top = self.top if max(2 * self.top + 10, 20) + 6 <= vectors else 0
+        return replace(self, num_starts=starts, top=top)
 
 
 DEFAULT = Probes()
@@ -74,8 +87,9 @@ class BlockReport:
         dimension: Its number of parameters.
         trace: The trace with its standard error, which is 0 if it is exact.
         frobenius: The Frobenius norm, not its square, with its standard error.
-        top: The eigenvalues farthest from 0, the farthest first.
-        residuals: `‖A u − λ u‖` of each, which bounds its error; 0 if exact.
+        top: The eigenvalues farthest from 0, the farthest first; none if memory did not suffice.
+        residuals: `‖A u − λ u‖` of each, which bounds its error; 0 if exact. In a report from
+            sampled gradients, half of the range in which it lies.
         spectrum: All eigenvalues with equal weight if `exact`, otherwise their estimated
             distribution, or None if it was not asked for.
         negative: The share of negative curvature in `spectrum`. If not `exact`, `of_mass`, the
@@ -108,6 +122,19 @@ class BlockReport:
             "negative_of_mass": None if self.negative is None else self.negative.of_mass,
             "exact": self.exact,
         }
+
+    def state(self) -> dict[str, Any]:
+        """Return it as tensors and plain values, for a file that `torch.load` takes as data."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: tuple(v) if isinstance(v, tuple) else v for k, v in state.items()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> BlockReport:
+        """Return what `state()` was called on."""
+        kinds = {"trace": Estimate, "frobenius": Estimate, "spectrum": SpectralDensity}
+        kinds["negative"] = NegativeShare
+        made = {k: kinds[k](*v) for k, v in state.items() if k in kinds and v is not None}
+        return cls(**{**state, **made})
 
 
 def measure_block(
@@ -156,8 +183,12 @@ def measure_block(
         mass = block_mass(operator, parts, num_probes=probes.num_probes, generator=generator)
         known = [mass.traces[0], mass.frobenius]
     trace, frobenius = known
-    pairs = top_eigenpairs(operator, min(probes.top, n), tolerance=TOLERANCE, generator=generator)
-    measured = n, trace, frobenius, pairs.values, pairs.residuals
+    top = residuals = torch.empty(0, dtype=torch.float64)
+    if probes.top:
+        number = min(probes.top, n)
+        pairs = top_eigenpairs(operator, number, tolerance=TOLERANCE, generator=generator)
+        top, residuals = pairs.values, pairs.residuals
+    measured = n, trace, frobenius, top, residuals
     if probes.num_starts == 0:
         return BlockReport(*measured, None, None, exact=False)
     estimated = spectral_density(

@@ -24,6 +24,21 @@ def number_and_error(estimate: Estimate) -> tuple[str, str]:
     return f"{estimate.value:.2e}", f"{error:.0e}" if error > 0 else "0"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds in units that people read.
+
+    Example:
+        >>> duration(3.21), duration(100), duration(7300)
+        ('3.2 s', '1 min 40 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min {int(seconds % 60)} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def plain(value: Any) -> Any:
     """Return a result as dictionaries, lists, strings and finite numbers, as JSON has them.
 

@@ -1,4 +1,4 @@
-"""How much memory a dense matrix needs, how much is free, and a refusal before it is taken."""
+"""How much memory a matrix needs, is free or was taken, and refusals before it is taken."""
 
 from __future__ import annotations
 
@@ -79,3 +79,27 @@ def _free_in_container() -> float:
             return int(most.read()) - int(now.read())
     except (OSError, ValueError):  # the file says "max" if there is no limit
         return math.inf
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak so far, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:  # not Linux, or not allowed: the peak is that of the whole process then
+        pass
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held since the reset, 0 if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line.split() for line in file if line.startswith("VmHWM")]
+        return int(lines[0][1]) * 1024
+    except (OSError, IndexError):
+        return 0

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from blockopt.analysis.closed_forms.growth import Exponent, fit_exponent
+from blockopt.analysis.plots.loss_differences import loss_difference_bars
+from blockopt.analysis.results import Result
 from blockopt.blocks import BlockGroup, Blocks, Level, block_groups, expand, sum_groups
 from blockopt.blocks.find import checked_blocks
 from blockopt.measure.along_update import along_update
@@ -28,9 +31,12 @@ from blockopt.measure.closures import (
 )
 from blockopt.tables import aligned
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True)
-class LossDifference:
+class LossDifference(Result):
     """Predicted and actual differences of the loss along an update δ, jointly and by group.
 
     Printed, it is a table. `second_order` is the sum of `group_second_order` and `interaction`.
@@ -64,6 +70,22 @@ class LossDifference:
     def actual_interaction(self) -> float:
         """The joint difference minus the sum over groups: the interaction of all orders."""
         return self.actual - float(self.group_actual.sum())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per group, and a last one for all of them jointly."""
+        names = ("actual", "first_order", "second_order")
+        rows: list[dict[str, Any]] = []
+        for number, label in enumerate(self.labels):
+            values = {name: float(getattr(self, f"group_{name}")[number]) for name in names}
+            interaction = float(self.interaction[number])
+            rows.append({"group": str(label), **values, "interaction": interaction})
+        jointly = {name: getattr(self, name) for name in names}
+        return [*rows, {"group": "jointly", **jointly, "interaction": None}]
+
+    def plot(self) -> Figure:
+        """Draw the differences by group and jointly (needs matplotlib)."""
+        figure: Figure = loss_difference_bars(self).figure  # type: ignore[assignment]
+        return figure
 
     def __str__(self) -> str:
         groups = torch.stack(

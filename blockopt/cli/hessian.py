@@ -1,13 +1,9 @@
-"""`blockopt hessian gpt2 --text file.txt`: the options, what is printed, and what is written."""
+"""`blockopt hessian gpt2 --text file.txt`: the options, the measurement, and what is printed."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
 import json
-import platform
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,27 +11,27 @@ from typing import Any, get_args
 
 import torch
 
-import blockopt
 from blockopt.analysis.block_report import Probes
-from blockopt.analysis.formatting import plain
-from blockopt.analysis.memory import TooLargeError
-from blockopt.analysis.report import (
-    Cost,
-    HessianReport,
-    Matrix,
-    hessian_report,
-    matching_parameters,
-)
+from blockopt.analysis.formatting import duration
+from blockopt.analysis.memory import GIB, TooLargeError
+from blockopt.analysis.model_report import Cost, HessianReport
+from blockopt.analysis.partial_results import PartialResultsError
+from blockopt.analysis.report import Matrix, hessian_report, matching_parameters
+from blockopt.analysis.report_from_samples import sampled_report
 from blockopt.blocks import Level, find_blocks
-from blockopt.cli.configs import import_transformers
 from blockopt.cli.errors import UserError, user_mistakes
-from blockopt.cli.local_model import Corpus, LocalModel, load_model, load_text, next_token_losses
+from blockopt.cli.hessian_files import describe_measurement, write_report
+from blockopt.cli.local_model import load_model, load_text, next_token_losses
 
+MOST_ROWS = 60  # of a table on the terminal
+LONG = 3600.0  # seconds after which a shorter way is suggested
 SMALL = 10**7  # parameters up to which float64 is the default
 EXAMPLES = """examples:
   blockopt hessian gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --text book.txt
   blockopt hessian ./checkpoint --text book.txt --by head --only 'h.0.attn.*' --out results
   blockopt hessian llama.json --text book.txt --matrix gauss-newton --by layer --top 5
+  blockopt hessian ./gpt2-small --text book.txt --by head --samples 16 --batch 1 --memory 8 \\
+    --out results        (124M parameters: minutes)
 """
 
 
@@ -81,8 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number("--steps", 30, "Lanczos steps per spectrum")
     add_number("--starts", 3, "start vectors per spectrum, 0 for no spectra")
     add_flag("--exact", "build every diagonal block, if it fits into memory")
-    files = "report.json, blocks.csv, spectrum.png and blocks.png"
-    add("--out", metavar="FOLDER", help=f"write {files} there")
+    samples = (
+        "all gauss-newton blocks at once, from N sampled gradients per batch, for large models"
+    )
+    add("--samples", type=int, metavar="N", help=samples)
+    limit = "the most that the process may take; what does not fit is left out, and said"
+    add("--memory", type=float, metavar="GIB", help=f"{limit} (default: what is free)")
+    files = "report.html, the page to read; report.json, blocks.csv, and the plots"
+    add("--out", metavar="FOLDER", help=f"write {files} there; a run that was killed continues")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             _run(options, caught)
-    except (TooLargeError, FloatingPointError) as error:
+    except (TooLargeError, PartialResultsError, FloatingPointError) as error:
         raise UserError(str(error)) from None
     except RuntimeError as error:
         if "memory" not in str(error):
@@ -117,6 +119,10 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
             exact=options.exact,
             seed=options.seed,
         )
+    if options.samples is not None:
+        _check_samples(options)
+    if options.memory is not None and not options.memory > 0:
+        raise UserError(f"Invalid --memory {options.memory:g}. Must be > 0, in GiB.")
     if options.batch < 1:
         raise UserError(f"Invalid --batch {options.batch}. Must be an integer >= 1.")
     try:
@@ -142,31 +148,73 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
     print(f"{type(model).__name__} ({options.model}), {size}, {source.weights}")
     print(f"{options.sequences} sequences of {options.length} tokens from {options.text}")
     print(f"tokens: {corpus.tokens}", flush=True)
-    report = hessian_report(
-        model,
-        next_token_losses(model, corpus.ids.to(options.device), options.batch),
-        matrix=options.matrix,
-        by=options.by,
-        only=options.only,
-        blocks=blocks,
-        probes=probes,
-        progress=sys.stderr.isatty() and importlib.util.find_spec("rich") is not None,
-        announce=_print_cost,
-    )
-    print(f"\n{report.table()}\n")
+    losses = next_token_losses(model, corpus.ids.to(options.device), options.batch)
+    report = _measure(model, losses, blocks, probes, options, folder)
+    if len(report.blocks) <= MOST_ROWS:
+        print(f"\n{report.table()}\n")
+    else:
+        print(f"\n{len(report.blocks):,} blocks by role:\n{report.role_table()}\n")
     if options.top > 1:
         print(f"{report.eigenvalue_table()}\n")
     print(report.summary())
-    symmetric = f"{report.matrix} symmetric to {report.asymmetry:.0e}"
-    print(f"loss            {report.loss:.4f}, {symmetric}, {_duration(report.seconds)}")
+    print(f"loss            {report.loss:.4f}, {_precision(report)}, {duration(report.seconds)}")
     notes = _notes(report, dtype, caught)
     for note in notes:
         print(f"Note: {note}")
     if folder is not None:
-        record = _record(options, source, corpus, dtype, number, notes)
+        record = describe_measurement(options, source, corpus, dtype, notes)
         with user_mistakes(OSError):
-            written = _write(folder, report, record)
+            written = write_report(folder, report, record, model, blocks)
         print(f"wrote {', '.join(map(str, written))}")
+
+
+def _measure(
+    model: torch.nn.Module,
+    losses: list[Any],
+    blocks: Mapping[str, Any],
+    probes: Probes,
+    options: argparse.Namespace,
+    folder: Path | None,
+) -> HessianReport:
+    """Measure by products, or by sampled gradients, going on where a killed run has stopped."""
+    partial = None if folder is None else folder / "partial.pt"
+    if partial is not None and partial.exists():
+        print(f"continues from {partial}", flush=True)
+    shared: dict[str, Any] = {
+        "by": options.by,
+        "only": options.only,
+        "blocks": blocks,
+        "max_bytes": None if options.memory is None else int(options.memory * GIB),
+        "partial": partial,
+        "progress": True,
+        "announce": _print_cost,
+    }
+    if options.samples is not None:
+        return sampled_report(
+            model, losses, num_samples=options.samples, seed=options.seed, **shared
+        )
+    return hessian_report(model, losses, matrix=options.matrix, probes=probes, **shared)
+
+
+def _check_samples(options: argparse.Namespace) -> None:
+    """Refuse what sampled gradients cannot measure, rather than to ignore it."""
+    if options.samples < 2:
+        raise UserError(f"Invalid --samples {options.samples}. Must be an integer >= 2.")
+    if options.matrix == "functional":
+        raise UserError("--samples measures --matrix gauss-newton. Leave out one of the two.")
+    if options.exact or options.top != 1:
+        raise UserError("--samples has no use for --exact and --top. Leave them out.")
+
+
+def _precision(report: HessianReport) -> str:
+    """Return what is known of the precision, in words."""
+    known = []
+    if report.asymmetry is not None:
+        known.append(f"{report.matrix} symmetric to {report.asymmetry:.0e}")
+    if report.rounding is not None:
+        what = "product" if report.asymmetry is not None else "gradient"
+        known.append(f"a {what} off by {report.rounding:.0e} from float64")
+    return ", ".join(known) or "in float64"
 
 
 def _overrides(settings: list[str]) -> dict[str, Any]:
@@ -186,76 +234,22 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
 def _print_cost(cost: Cost) -> None:
     each, longest = cost.seconds_per_product, cost.num_products * cost.seconds_per_product
     products = f"about {cost.num_products:,} products, {each:.2g} s for one"
-    print(f"{products}: up to {_duration(longest)}", flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds in units that people read.
-
-    Example:
-        >>> _duration(3.21), _duration(100), _duration(7300)
-        ('3.2 s', '1 min 40 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
-    if minutes < 60:
-        return f"{minutes} min {int(seconds % 60)} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    print(f"{products}: up to {duration(longest)}", flush=True)
+    if longest > LONG:
+        print(
+            "Note: --samples 16 measures all gauss-newton blocks in 16 backward passes per batch. "
+            "--only, --by layer, or --starts 0 with fewer --probes shorten this measurement.",
+            flush=True,
+        )
 
 
 def _notes(report: HessianReport, dtype: str, caught: list[warnings.WarningMessage]) -> list[str]:
     """Return what a reader should know: the warnings, and how far to trust the numbers."""
     ours = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
     notes = list(dict.fromkeys(ours))
-    if dtype == "float64" and report.asymmetry > 1e-11:
+    notes += report.notes
+    if dtype == "float64" and (report.asymmetry or 0) > 1e-11:
         notes.append(
             "Parts of this model run in float32 in any dtype, as RMSNorm does in transformers."
         )
     return notes
-
-
-def _record(
-    options: argparse.Namespace,
-    source: LocalModel,
-    corpus: Corpus,
-    dtype: str,
-    number: int,
-    notes: list[str],
-) -> dict[str, Any]:
-    """Return how the numbers came about."""
-    return {
-        "options": {key: value for key, value in vars(options).items() if key != "command"},
-        "model": type(source.model).__name__,
-        "weights": source.weights,
-        "parameters": number,
-        "dtype": dtype,
-        "tokens": corpus.tokens,
-        "config": source.model.config.to_dict(),  # type: ignore[operator, union-attr]
-        "versions": {
-            "blockopt": blockopt.__version__,
-            "torch": torch.__version__,
-            "transformers": import_transformers().__version__,
-            "python": platform.python_version(),
-        },
-        "notes": notes,
-    }
-
-
-def _write(folder: Path, report: HessianReport, record: Mapping[str, Any]) -> list[Path]:
-    """Write the report and return the paths of the files."""
-    paths = [folder / "report.json", folder / "blocks.csv"]
-    text = json.dumps({**plain(record), "report": report.to_dict()}, indent=1, allow_nan=False)
-    paths[0].write_text(text + "\n", encoding="utf-8")
-    rows = report.rows()
-    columns = max(rows, key=len)  # small blocks have fewer tops
-    with paths[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows(rows)
-    if importlib.util.find_spec("matplotlib") is None:
-        print("Note: no plots without matplotlib: pip install 'blockopt[recipes]'.")
-        return paths
-    from blockopt.cli.hessian_plots import write_plots
-
-    return paths + write_plots(folder, report, f"{record['model']}, {record['weights']}")

@@ -49,6 +49,24 @@ def test_heat_map_names_its_blocks(tmp_path):
     assert saved(ax, tmp_path)
 
 
+def test_heads_are_drawn_by_layer_with_a_colour_bar(tmp_path):
+    heads = {
+        BlockGroup("query", 2 * layer, "w", head): 10.0**layer
+        for layer in range(2)
+        for head in range(3)
+    }
+    heads[BlockGroup("query", 2, "w", 1)] = -1.0
+    ax = plots.head_heatmap(heads)
+    shown = torch.tensor(ax.get_images()[0].get_array().filled(torch.nan))
+    expected = torch.tensor([[1.0, 1, 1], [10, torch.nan, 10]], dtype=torch.float64)
+    torch.testing.assert_close(shown, expected, equal_nan=True)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["0", "2"]
+    assert len(ax.figure.axes) == 2
+    assert saved(ax, tmp_path)
+    with pytest.raises(ValueError, match="labelled by layer and head"):
+        plots.head_heatmap({"query": 1.0})
+
+
 def test_large_heat_maps_show_root_mean_squares():
     n = 2 * plots.MAX_PIXELS
     matrix = torch.ones(n, n)

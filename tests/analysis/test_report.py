@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from blockopt import find_blocks
-from blockopt.analysis import Probes, hessian_report, measure_block
+from blockopt.analysis import HessianOperator, Probes, hessian_report, measure_block
 from blockopt.blocks import BlockGroup
 from blockopt.cli.local_model import load_model, next_token_losses
 from tests.helpers.matrices import Products, normal, random_symmetric, with_spectrum
@@ -255,8 +255,6 @@ def test_exact_builds_every_block_however_few_steps_there_are():
 
 
 def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
-    from blockopt.analysis.operators.model_operators import HessianOperator
-
     model, ids = small_model()
     columns, told = [], []
     original = HessianOperator.__matmul__
@@ -343,7 +341,7 @@ def test_wrong_options_of_the_report(options, message):
 
 @pytest.mark.parametrize(
     ("name", "value", "smallest"),
-    [("top", 0, 1), ("num_probes", 1, 2), ("num_steps", 1, 2), ("num_starts", -1, 0)],
+    [("top", -1, 0), ("num_probes", 1, 2), ("num_steps", 1, 2), ("num_starts", -1, 0)],
 )
 def test_wrong_numbers_of_probes(name, value, smallest):
     with pytest.raises(ValueError, match="Invalid") as caught:
@@ -358,7 +356,7 @@ def test_what_is_no_closure_is_told():
         hessian_report(nn.Linear(2, 1), [])
 
 
-def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypatch):
+def test_blocks_that_do_not_fit_are_refused_with_the_number(monkeypatch):
     monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**20)
     model = nn.Linear(1000, 1, bias=False)
     closure = lambda: model(torch.ones(1, 1000)).square().sum()  # noqa: E731
@@ -366,11 +364,135 @@ def test_blocks_and_vectors_that_do_not_fit_are_refused_with_the_number(monkeypa
         ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"
     ):
         hessian_report(model, closure, probes=Probes(exact=True))
-    big = nn.Linear(10_000, 1, bias=False)
+    big = nn.Linear(20_000, 1, bias=False)
     with pytest.raises(
-        ValueError, match=r"36 vectors of 10,000 parameters need 0\.0 GiB, and 0\.0 GiB are free"
+        ValueError, match=r"Products with the block 'other' of 20,000 parameters need 0\.0 GiB"
     ):
-        hessian_report(big, lambda: big(torch.ones(1, 10_000)).square().sum())
+        hessian_report(big, lambda: big(torch.ones(1, 20_000)).square().sum())
+
+
+def test_what_does_not_fit_into_memory_is_left_out_and_told(monkeypatch):
+    model, ids = small_model(n_inner=40)
+    losses = next_token_losses(model, ids, 8)
+    probes = Probes(num_probes=3, num_steps=100, num_starts=1)
+    whole = hessian_report(model, losses, probes=probes)
+    n, largest = whole.whole.dimension, max(b.dimension for b in whole.blocks.values())
+    assert whole.notes == ()
+
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 101 * n)
+    some = hessian_report(model, losses, probes=probes)
+    assert some.whole is not None
+    assert some.whole.spectrum is None
+    assert len(some.whole.top) == 0
+    assert "Memory did not suffice for top eigenvalues of whole." in some.notes
+    traces = [[row["trace"] for row in report.rows()] for report in (some, whole)]
+    assert traces[0] == pytest.approx(traces[1], rel=1e-9, abs=1e-12)
+
+    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 101 * largest)
+    few = hessian_report(model, losses, probes=probes)
+    assert few.whole is few.mass is None
+    assert "nothing on the whole" in few.notes[0]
+    assert any("spectra of" in note for note in few.notes)
+    for group, block in few.blocks.items():
+        known = whole.blocks[group]
+        if block.exact:
+            assert block.trace.value == pytest.approx(known.trace.value, abs=1e-12)
+        else:
+            error = 4 * (block.trace.standard_error + known.trace.standard_error)
+            assert abs(block.trace.value - known.trace.value) <= error
+    assert "whole" not in few.table()
+    assert "off the blocks" not in few.summary()
+    json.dumps(few.to_dict(), allow_nan=False)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("memory", [None, 2000])
+def test_a_report_that_was_stopped_continues_with_the_same_numbers(tmp_path, monkeypatch, memory):
+    if memory is not None:  # block by block, without the whole
+        monkeypatch.setattr(
+            "blockopt.analysis.report.free_memory", lambda device: memory * 8 + 100 * 48
+        )
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 2)
+    options = {"by": "head", "probes": Probes(num_probes=2, num_steps=3, num_starts=2)}
+    options["only"] = ["attn.*"]
+    untouched = hessian_report(model, losses, **options)
+    path = tmp_path / "partial.pt"
+    original, seen, stops = HessianOperator.__matmul__, [], [40]
+
+    def stopping(self, v):
+        seen.append(1)
+        if len(seen) in stops:
+            raise Stopped
+        return original(self, v)
+
+    monkeypatch.setattr(HessianOperator, "__matmul__", stopping)
+    with pytest.raises(Stopped):
+        hessian_report(model, losses, **options, partial=path)
+    assert path.exists()
+    seen.clear()
+    stops.clear()
+    report = hessian_report(model, losses, **options, partial=path)
+    continued = len(seen)
+    assert report.rows() == untouched.rows()
+    seen.clear()
+    hessian_report(model, losses, **options, partial=tmp_path / "other.pt")
+    assert continued < len(seen)  # what was finished was not done again
+    model.lm_head.weight.data[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="of other weights, data or options"):
+        hessian_report(model, losses, **options, partial=path)
+    path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="no partial results that can be read"):
+        hessian_report(model, losses, **options, partial=path)
+
+
+def test_rounding_is_measured_against_float64_and_leaves_the_weights_alone():
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    assert hessian_report(model, losses, only=["mlp.*"]).rounding is None
+    model.float()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    pointers = [p.data_ptr() for p in model.parameters()]
+    report = hessian_report(model, losses, only=["mlp.*"], probes=Probes(num_starts=0))
+    assert 1e-9 < report.rounding < 1e-4
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32
+        assert torch.equal(p, before[name])
+
+
+def test_results_are_shown_as_tables_frames_json_and_plots():
+    pandas = pytest.importorskip("pandas")
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    probes = Probes(num_probes=2, num_steps=3, num_starts=1)
+    report = hessian_report(model, losses, by="head", only=["attn.*.weight"], probes=probes)
+    frame = report.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["block"]) == [row["block"] for row in report.rows()]
+    assert json.loads(report.to_json())["loss"] == report.loss
+    shown = report._repr_html_()
+    assert shown.count("<tr>") == len(report.rows()) + 1
+    assert "query head 1" in shown
+    titles = [ax.get_title() for ax in report.plot().axes]
+    assert "query: mean curvature |trace| / size" in titles
+    assert len(report.plot("spectra").axes) == 1 + len(report.blocks)
+    assert any("Frobenius" in ax.get_title() for ax in report.plot("blocks").axes)
+    assert "layer 0 head" in report.role_table()
+    roles = hessian_report(model, losses, probes=Probes(num_probes=2, num_starts=0))
+    with pytest.raises(ValueError, match="Invalid kind='heads'"):
+        roles.plot("heads")
+
+
+def test_a_frame_without_pandas_says_what_to_do(monkeypatch):
+    model = nn.Linear(2, 1, bias=False)
+    report = hessian_report(model, lambda: model(torch.ones(1, 2)).square().sum())
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        report.to_frame()
 
 
 # One operator alone

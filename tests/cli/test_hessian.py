@@ -10,10 +10,11 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+import blockopt
 from blockopt.analysis import Probes, hessian_report
-from blockopt.blocks import BlockGroup
+from blockopt.analysis.plots.model_curvature import MOST_IN_A_PLOT, pooled_mass, pooled_spectra
+from blockopt.blocks import BlockGroup, block_groups
 from blockopt.cli import main
-from blockopt.cli.hessian_plots import MOST_IN_A_PLOT, pooled_mass, pooled_spectra
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
 
 TEXT = (
@@ -198,7 +199,9 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
     probes = Probes(num_steps=3, num_starts=1)
     report = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", probes=probes)
     assert len(report.blocks) > MOST_IN_A_PLOT
-    (labels, mass), spectra = pooled_mass(report), pooled_spectra(report)
+    short = report.short_labels()
+    labels, mass = pooled_mass(report.mass, short)
+    spectra = pooled_spectra(report.blocks, short, report.whole)
     roles = {
         "embedding",
         "position",
@@ -227,7 +230,7 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
     assert pooled.moment(1) == pytest.approx(mean / dimension, rel=1e-9)
     assert float(pooled.weights.sum()) == pytest.approx(1, rel=1e-12)
     few = hessian_report(model, next_token_losses(model, ids, 2), by="tensor", only=["attn.*"])
-    assert [str(label) for label in pooled_spectra(few)][:2] == [
+    assert [str(s) for s in pooled_spectra(few.blocks, few.short_labels(), None)][:2] == [
         "c_attn.weight query",
         "c_attn.weight key",
     ]
@@ -376,7 +379,11 @@ def test_errors_of_options(tmp_path, text, monkeypatch):
     folder = config_folder(tmp_path / "model")
     rest = (folder, "--text", text, *QUICK)
     assert message_of(*rest, "--batch", "0") == "Invalid --batch 0. Must be an integer >= 1."
-    assert message_of(*rest, "--top", "0") == "Invalid top=0. Must be an integer >= 1."
+    assert message_of(*rest, "--top", "-1") == "Invalid top=-1. Must be an integer >= 0."
+    assert message_of(*rest, "--samples", "1") == "Invalid --samples 1. Must be an integer >= 2."
+    assert "Leave out one" in message_of(*rest, "--samples", "4", "--matrix", "functional")
+    assert "no use for --exact" in message_of(*rest, "--samples", "4", "--exact")
+    assert message_of(*rest, "--memory", "0") == "Invalid --memory 0. Must be > 0, in GiB."
     assert "Must fit a trainable parameter" in message_of(*rest, "--only", "nothing")
     assert "Invalid --device nonsense" in message_of(*rest, "--device", "nonsense")
     assert "exists" in message_of(*rest, "--out", text)
@@ -482,3 +489,71 @@ def test_what_is_printed(tmp_path, text, capsys):
     assert captured.err == ""
     # No files unless asked for
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
+
+
+# Large models
+
+
+def test_samples_measure_all_heads_and_the_page_leads_to_learning_rates(tmp_path, text, capsys):
+    folder = config_folder(tmp_path / "model", n_layer=2)
+    options = ("--length", "8", "--sequences", "4", "--batch", "1", "--by", "head")
+    found, out = run_files(
+        tmp_path, folder, "--text", text, *options, "--samples", "6", "--dtype", "float32"
+    )
+    assert found["report"]["matrix"] == "gauss-newton"
+    assert 0 < found["report"]["rounding"] < 1e-4
+    printed = capsys.readouterr().out
+    assert "off by" in printed
+    page = (out / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.count("data:image/png;base64,") == 3  # heads, multipliers, norms
+    assert "http" not in page  # it loads nothing
+    assert "What BlockLR does about it" in page
+    assert "The sharpest heads" in page
+    assert not (out / "partial.pt").exists()
+    assert {path.name for path in out.iterdir()} >= {"heads.png", "blocks.png", "report.html"}
+    # The multipliers are those of block_scales
+    model = load_model(folder, {}).model
+    blocks = blockopt.find_blocks(model, per_row=())
+    _, numbers = block_groups(blocks, "head")
+    traces = [b["trace"]["value"] / b["dimension"] for b in found["report"]["blocks"].values()]
+    curvature = {n: torch.tensor([traces[i] for i in of.tolist()]) for n, of in numbers.items()}
+    scales = blockopt.block_scales(curvature, model, blocks)
+    value = float(scales["transformer.wte.weight"][0])
+    assert f"<td>embedding</td><td>{traces[0]:.3g}</td><td>{value:.3g}</td>" in page
+
+
+def test_a_killed_command_continues(tmp_path, text, monkeypatch, capsys):
+    from blockopt.analysis.partial_results import PartialResults
+
+    folder, out = config_folder(tmp_path / "model"), tmp_path / "out"
+    command = ["hessian", folder, "--text", text, *QUICK, "--out", str(out), "--only", "mlp.*"]
+    original, saved = PartialResults.save, []
+
+    def save(self, number, piece):
+        original(self, number, piece)
+        saved.append(number)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PartialResults, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    assert (out / "partial.pt").exists()
+    assert main(command) == 0
+    assert saved == [0, 1, 2]
+    assert "continues from" in capsys.readouterr().out
+    rows = (out / "blocks.csv").read_text()
+    assert main(command) == 0
+    assert (out / "blocks.csv").read_text() == rows
+    (out / "partial.pt").write_bytes(b"damaged")
+    assert "Delete it to start anew" in message_of(*command[1:])
+
+
+def test_many_blocks_are_summed_by_role_on_the_terminal(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setattr("blockopt.cli.hessian.MOST_ROWS", 3)
+    folder = config_folder(tmp_path / "model")
+    main(["hessian", folder, "--text", text, *QUICK, "--by", "head", "--only", "attn.*"])
+    printed = capsys.readouterr().out
+    assert "blocks by role:" in printed
+    assert "layer 0 head" in printed

@@ -48,7 +48,7 @@ class ModelOperator(ABC):
         names: The parameters to act on; by default all that are trainable. The others are
             constants.
         blocks: What `find_blocks(model)` returns, for `block` and `blocks`; found there by default.
-        progress: Whether to show a bar over the batches of each product (needs rich).
+        progress: Whether to show a bar over the batches of each product.
         check_deterministic: Whether to evaluate loss and gradient twice, and raise if they differ.
 
     Attributes:

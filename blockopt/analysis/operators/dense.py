@@ -31,7 +31,7 @@ def dense(
             parameters or heads, or a closed form.
         chunk: Columns per product.
         max_bytes: Memory that it may take; by default what is free now.
-        progress: Whether to show a bar over the chunks (needs rich). Set it here rather than in the
+        progress: Whether to show a bar over the chunks. Set it here rather than in the
             operator.
 
     Raises:
@@ -95,7 +95,7 @@ def dense_block(
         columns: The same.
         chunk: Columns per product.
         max_bytes: Memory that it may take; by default what is free now.
-        progress: Whether to show a bar over the chunks (needs rich).
+        progress: Whether to show a bar over the chunks.
 
     Returns:
         The matrix, (entries of `rows`, entries of `columns`), each in row-major order.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from blockopt.analysis.plots.axes import finished, new_axis
-from blockopt.analysis.taylor import LossDifference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def loss_difference_bars(
-    difference: LossDifference,
+    difference: Any,
     *,
     title: str = "Loss difference along an update",
     ax: Axes | None = None,
@@ -20,7 +19,7 @@ def loss_difference_bars(
     """Draw what an update does to the loss, block by block and jointly, by order and measured.
 
     Args:
-        difference: What `loss_difference` returned.
+        difference: The `LossDifference` that `loss_difference` returned.
         title: The title of the axis.
         ax: Where to draw; a new figure by default.
     """

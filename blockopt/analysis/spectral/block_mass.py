@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -63,7 +63,7 @@ def block_mass(
         num_probes: Products per block.
         chunk: Vectors per product.
         generator: Draws the signs; by default one with seed 0.
-        progress: Whether to show a progress bar (needs rich).
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If an option, a part or the shape of the operator is wrong.
@@ -80,31 +80,86 @@ def block_mass(
     """
     check_count("num_probes", num_probes)
     check_count("chunk", chunk)
-    where = [part.to(operator.device) for part in _checked(parts, size(operator))]
-    # The part of each entry; the last number stands for none.
-    group = torch.full((operator.shape[0],), len(where), device=operator.device)
+    if isinstance(operator, Tensor):
+        where = _checked(parts, size(operator))
+        return _from_tensor(operator.detach().double(), tuple(parts), where)
+    probes, generator = MassProbes(operator, parts, num_probes), default_generator(generator)
+    with progress_bar(progress, "block mass", probes.num_products) as advance:
+        columns = [probes.column(b, generator, chunk, advance) for b in range(len(parts))]
+    return probes.collect(columns)
+
+
+class MassColumn(NamedTuple):
+    """What the probes of one block b tell.
+
+    `squares` (probes, blocks) are the squared norms of the pieces of `H z_b`, `forms` (probes,) the
+    products `z_b · H z_b`.
+    """
+
+    squares: Tensor
+    forms: Tensor
+
+
+class MassProbes:
+    """The probes of `block_mass`, block by block, for measurements that are saved in between.
+
+    Args:
+        operator: Any symmetric operator but a tensor.
+        parts: As for `block_mass`.
+        num_probes: Products per block.
+
+    Attributes:
+        num_products: The products of all blocks.
+    """
+
+    def __init__(
+        self, operator: SymmetricOperator, parts: Mapping[Label, Tensor], num_probes: int
+    ) -> None:
+        self._operator, self._labels, self._num_probes = operator, tuple(parts), num_probes
+        self._where = [part.to(operator.device) for part in _checked(parts, size(operator))]
+        self._group = _group_of_entries(self._where, operator.shape[0], operator.device)
+        self._exact = [len(part) <= num_probes for part in self._where]
+        self.num_products = sum(min(len(part), num_probes) for part in self._where)
+
+    def column(
+        self,
+        b: int,
+        generator: torch.Generator,
+        chunk: int = 10,
+        advance: Callable[[int], None] = lambda number: None,
+    ) -> MassColumn:
+        """Do the products of block number b, `chunk` vectors at a time."""
+        pieces, forms = [], []
+        for Z in _probes(self._where[b], self._operator, self._num_probes, chunk, generator):
+            HZ = product(self._operator, Z)
+            pieces.append(_sum_by_group(HZ.square(), self._group, len(self._where)).T.cpu())
+            forms.append((Z * HZ).sum(0).cpu())
+            advance(Z.shape[1])
+        return MassColumn(torch.cat(pieces), torch.cat(forms))
+
+    def trace_and_norm(self, b: int, column: MassColumn) -> list[Estimate]:
+        """Return the trace and the Frobenius norm of the diagonal block b."""
+        square = from_probes(column.squares[:, b], self._exact[b])
+        return [from_probes(column.forms, self._exact[b]), root(square)]
+
+    def collect(self, columns: Sequence[MassColumn]) -> BlockMass:
+        """Return the result of all columns."""
+        known = self._exact
+        traces = [from_probes(column.forms, exact) for column, exact in zip(columns, known)]
+        sums = [from_probes(column.squares.sum(1), exact) for column, exact in zip(columns, known)]
+        values = [
+            column.squares.sum(0, keepdim=True) if exact else column.squares
+            for column, exact in zip(columns, known)
+        ]
+        return _collect(self._labels, values, known, self.num_products, traces, root(total(sums)))
+
+
+def _group_of_entries(where: list[Tensor], n: int, device: torch.device) -> Tensor:
+    """Return the part of each entry; the number of parts stands for none."""
+    group = torch.full((n,), len(where), device=device)
     for number, part in enumerate(where):
         group[part] = number
-    if isinstance(operator, Tensor):
-        return _from_tensor(operator.detach().double(), tuple(parts), where, group)
-    generator = default_generator(generator)
-    exact = [len(part) <= num_probes for part in where]
-    values = []  # for each block b: (probes, blocks), the squared norms of the pieces of H z_b
-    traces = []
-    products = sum(min(len(part), num_probes) for part in where)
-    with progress_bar(progress, "block mass", products) as advance:
-        for part, known in zip(where, exact):
-            pieces, forms = [], []
-            for Z in _probes(part, operator, num_probes, chunk, generator):
-                HZ = product(operator, Z)
-                pieces.append(_sum_by_group(HZ.square(), group, len(where)).T.cpu())
-                forms.append((Z * HZ).sum(0).cpu())
-                advance(Z.shape[1])
-            values.append(torch.cat(pieces))
-            traces.append(from_probes(torch.cat(forms), known))
-    columns = [from_probes(value.sum(1), known) for value, known in zip(values, exact)]
-    values = [v.sum(0, keepdim=True) if known else v for v, known in zip(values, exact)]
-    return _collect(tuple(parts), values, exact, products, traces, root(total(columns)))
+    return group
 
 
 def off_diagonal_mass(
@@ -132,14 +187,14 @@ def off_diagonal_mass(
     ).off_diagonal
 
 
-def _from_tensor(
-    matrix: Tensor, labels: tuple[Hashable, ...], where: list[Tensor], group: Tensor
-) -> BlockMass:
+def _from_tensor(matrix: Tensor, labels: tuple[Hashable, ...], where: list[Tensor]) -> BlockMass:
     squares = matrix.square()
     if not torch.isfinite(squares).all():
         raise FloatingPointError(
             f"The tensor of shape {tuple(matrix.shape)} is not finite. Check where it comes from."
         )
+    where = [part.to(matrix.device) for part in where]
+    group = _group_of_entries(where, len(matrix), matrix.device)
     rows = _sum_by_group(squares, group, len(where))
     columns = _sum_by_group(rows.T, group, len(where)).cpu()  # (b, a)
     traces = [Estimate(float(matrix.diagonal()[part].sum()), 0.0, 0) for part in where]

@@ -225,7 +225,7 @@ def spectral_density(
         num_steps: Products per probe; at most n are done.
         num_probes: The number of probes.
         generator: Draws the signs; by default one with seed 0.
-        progress: Whether to show a progress bar (needs rich).
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.

@@ -64,7 +64,7 @@ def top_eigenpairs(
         tolerance: See above.
         max_steps: The most products `A @ v`. If they do not suffice, a warning gives the residuals.
         generator: Draws the start vectors; by default one with seed 0.
-        progress: Whether to show a progress bar (needs rich).
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.

@@ -56,7 +56,7 @@ def trace(
             Stopping depends on the estimate, which costs a little bias.
         chunk: Vectors per product. It changes the result by rounding only, or where it stops.
         generator: Draws the signs; by default one with seed 0.
-        progress: Whether to show a progress bar (needs rich).
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If an option or the shape of the operator is wrong.

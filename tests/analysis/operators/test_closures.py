@@ -216,14 +216,6 @@ def test_the_callback_is_called_after_each_batch_of_each_product():
         ticks.clear()
 
 
-def test_progress_without_rich(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
-    model = nn.Linear(2, 1)
-    H = HessianOperator(model, [lambda: model(torch.ones(1, 2)).square().sum()] * 2, progress=True)
-    with pytest.raises(ImportError, match="pip install rich"):
-        H @ torch.ones(3)
-
-
 def test_errors():
     model = build()
     closure = language_loss(model)
