@@ -32,11 +32,13 @@ def test_python_snippets(tmp_path, monkeypatch, capsys):
 def test_commands_are_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (text,) = snippets("sh")
-    gpt2, checkpoint = text.replace("\\\n", "").replace("'", "").splitlines()
+    gpt2, checkpoint, small = text.replace("\\\n", "").replace("'", "").splitlines()
     with pytest.raises(SystemExit, match=r"No text file at 'corpus\.txt'"):
         main(gpt2.split()[1:])
     with pytest.raises(SystemExit, match="No model at 'path/to/checkpoint'"):
         main(checkpoint.split()[1:])
+    with pytest.raises(SystemExit, match="No model at 'path/to/gpt2-small'"):
+        main(small.partition("#")[0].split()[1:])
 
 
 def test_the_table_of_contents_names_every_section():
