@@ -182,6 +182,7 @@ class BlockLR:
     @property
     def num_steps(self) -> int:
         """How many steps the optimizer has taken, including those before a checkpoint."""
+        self._hooks.forget_refused_steps()
         return self._hooks.num_steps
 
     @property
@@ -220,6 +221,8 @@ class BlockLR:
                 f"curvature={self._curvature!r} needs a loss: "
                 "block_lr.step(lambda: model(**batch).loss)."
             )
+        if self._last_due(self._hooks.num_steps) <= self._served:
+            return  # without waiting for the optimizer to know whether it has refused the step
         due = self._last_due(self.num_steps)
         if due > self._served and (not self._needs_update or self._hooks.has_update):
             self._served = due

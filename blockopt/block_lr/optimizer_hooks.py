@@ -48,7 +48,6 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     ) -> None:
         self._optimizer, self._model, self._wants_update = optimizer, model, wants_update
         self.num_steps = 0
-        self._refused = 0  # how many steps the optimizer had refused before the present one
         self._before: list[Tensor] | None = None  # the parameters before the last step
         self._in_step = False
         self._check()
@@ -168,12 +167,11 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         self.restore()
         self._prepare_step()
         optimizer.param_groups[0][BLOCK_LR] = ""
-        self._refused = getattr(optimizer, "nonfinite_steps", 0)
-        # A schedule that warms up from zero moves nothing at first: there is no direction then.
+        self.forget_refused_steps()
         groups = optimizer.param_groups
-        moves = any(float(group["lr"]) != 0 for group in groups)
         self._before = None
-        if moves and self._wants_update(self.num_steps + 1):
+        # A schedule that warms up from zero moves nothing at first: there is no direction then.
+        if self._wants_update(self.num_steps + 1) and any(float(g["lr"]) != 0 for g in groups):
             self._before = [p.detach().clone() for group in groups for p in group["params"]]
         self._scale_step()
         self._in_step = True
@@ -192,10 +190,13 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         self._in_step = False
         # GradScaler leaves it to a fused step to do nothing where it has found an infinity.
         overflow = bool(getattr(optimizer, "found_inf", None))
-        if overflow or getattr(optimizer, "nonfinite_steps", 0) != self._refused:
+        if overflow:
             self._before = None
         else:
             self.num_steps += 1
+
+    def forget_refused_steps(self) -> None:
+        """Take back what was noted of steps that the optimizer turned out to have refused."""
 
 
 # Weak on both sides: the hooks hold the optimizer, which holds the hooks.
@@ -206,6 +207,19 @@ _attached: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[OptimizerHooks
 
 class BlockOptimizerHooks(OptimizerHooks[BlockOptimizer]):
     """Hands the scales to an optimizer of blockopt, which has one per block."""
+
+    _refused = 0  # how many refused steps are taken back
+
+    def forget_refused_steps(self) -> None:
+        """Take back what was noted of refused steps, which an accelerator tells after the step.
+
+        This waits for the last step. A step that raised was not counted to begin with.
+        """
+        refused = self._optimizer.refused_until_last_step()
+        if refused != self._refused and not self._in_step:
+            self.num_steps -= refused - self._refused
+            self._before = None
+        self._refused = refused
 
     def _check(self) -> None:
         name = type(self._optimizer).__name__

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
-from blockopt.blocks import Blocks, expand, from_plain
+from blockopt.blocks import Blocks, from_plain
 from blockopt.checks import check_choice, check_range
-from blockopt.distributed import local_part, placed_like
-from blockopt.optim.finite_gradients import all_finite, gradient_norms
+from blockopt.distributed import placed_like
+from blockopt.optim.entry import Entry, Work, by_device, norms_to_check
+from blockopt.optim.finite_gradients import can_read_at_once, flag_on, found_nonfinite
+from blockopt.optim.recording import is_recorded
+from blockopt.optim.refused_steps import Checked, RefusedSteps
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
 WHOLE = Blocks(("other",))
 BLOCK_LR = "block_lr"  # where the first group of a checkpoint carries the state of `BlockLR`
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class Entry(NamedTuple):
-    """One parameter of a step: itself, its gradient, its blocks, its state, its scales.
-
-    `runs` are the stretches of rows that share a scale, or None if the scales are not of this form
-    or not looked at in this step.
-    """
-
-    name: str
-    parameter: Tensor
-    gradient: Tensor
-    blocks: Blocks
-    state: dict[str, Any]
-    runs: list[ScaleRun] | None = None
-
-
-Work = list[tuple[dict[str, Any], list[Entry]]]  # the groups of a step, with what they update
 
 
 class BlockOptimizer(torch.optim.Optimizer, ABC):
@@ -47,14 +30,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     The block scales live in the state of each parameter as a float32 tensor, `state[p]["scale"]`,
     which `set_block_scales` changes in place, so that a refresh neither recompiles a compiled step
     nor gets lost in a checkpoint.
-
-    Attributes:
-        nonfinite_steps: How many steps were refused because a gradient, or its square, was not
-            finite.
     """
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
-        self.nonfinite_steps = 0
+        self._refused = RefusedSteps()
         self._scaled = False
         self._runs: dict[Tensor, list[ScaleRun] | None] = {}  # of each scale, as it is now
         super().__init__(params, defaults)
@@ -72,20 +51,45 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         """Tensors that are finite exactly if the gradients are; the update may use them too.
 
-        Those of all groups at once, so that ranks that share the parameters communicate once.
+        Those of all groups at once, so that ranks that share the parameters communicate once. None
+        for a group if neither the check nor the update needs them.
         """
-        return [gradient_norms([entry.gradient for entry in entries]) for _, entries in work]
+        return [norms_to_check(entries, group) for group, entries in work]
 
     @abstractmethod
     def _update(
-        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+        self,
+        entries: list[Entry],
+        magnitudes: list[Tensor],
+        group: dict[str, Any],
+        found_inf: Tensor | None,
     ) -> None:
-        """Update the parameters and states of a group."""
+        """Update the parameters and states of a group.
 
-    def _update_all(self, work: Work, magnitudes_of_all: list[list[Tensor]]) -> None:
+        Nothing may change if `found_inf` is 1, which is not known on the host. None says that the
+        gradients are known to be finite, or not checked.
+        """
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """How many steps were refused because a gradient, or its square, was not finite.
+
+        Reading it waits for an accelerator to finish the last step.
+        """
+        return self._refused.read()
+
+    def refused_until_last_step(self) -> int:
+        """The same, waiting for nothing that the accelerator was given to do since that step."""
+        self._refused.look()
+        return self._refused.count
+
+    def _update_all(
+        self, work: Work, magnitudes_of_all: list[list[Tensor]], found_inf: Tensor | None
+    ) -> None:
         """Update all groups."""
         for (group, entries), magnitudes in zip(work, magnitudes_of_all):
-            self._update(entries, magnitudes, group)
+            flag = flag_on(found_inf, entries[0].parameter.device)
+            self._update(entries, magnitudes, group, flag)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -99,8 +103,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             FloatingPointError: If a gradient is not finite and `nonfinite="raise"`. Nothing has
-                changed then.
+                changed then. On an accelerator, where waiting for the answer would leave it idle,
+                the next call raises, or `state_dict`; it has changed nothing either.
         """
+        self._refused.settle()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,13 +115,34 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             check_learning_rate(group["lr"])
             self._init_group(group)
-            entries = self._entries(group)
-            if entries:
-                work.append((group, entries))
+            work += [(group, entries) for entries in by_device(self._entries(group))]
         magnitudes_of_all = self._magnitudes(work)
-        if self._usable(work, magnitudes_of_all):
-            self._update_all(work, magnitudes_of_all)
+        found_inf, checked = self._check(work, magnitudes_of_all)
+        if found_inf is not None and can_read_at_once(found_inf):
+            if bool(found_inf):
+                self._refused.refuse(checked)
+                return loss
+            found_inf = None
+        self._update_all(work, magnitudes_of_all, found_inf)
+        if found_inf is not None:
+            self._refused.watch(found_inf, checked)
         return loss
+
+    def _check(
+        self, work: Work, magnitudes_of_all: list[list[Tensor]]
+    ) -> tuple[Tensor | None, Checked]:
+        """Whether a gradient is not finite, as a tensor on the device; None if none is checked."""
+        names, magnitudes = [], []
+        for (group, entries), some in zip(work, magnitudes_of_all):
+            if group["nonfinite"] != "ignore":
+                names += [entry.name for entry in entries]
+                magnitudes += some
+        wishes = {group["nonfinite"] for group in self.param_groups}
+        checked = Checked(names, magnitudes, raises="raise" in wishes)
+        if wishes <= {"ignore"}:
+            return None, checked
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return found_nonfinite(parameters, magnitudes, everywhere="skip" in wishes), checked
 
     def _init_group(self, group: dict[str, Any], only_with_gradient: bool = True) -> None:
         """Create missing states; because of its name `torch.compile` keeps it out of the graph."""
@@ -141,7 +168,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 )
             gradient = placed_like(gradient, parameter)
             state = self.state[parameter]
-            looks = not torch.compiler.is_compiling() and self._scaled  # in this order: no guard
+            looks = not is_recorded() and self._scaled  # in this order: no guard
             runs = self._runs_of(state["scale"], blocks, parameter) if looks else None
             entries.append(Entry(name, parameter, gradient, blocks, state, runs))
         return entries
@@ -151,36 +178,6 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         if scale not in self._runs:
             self._runs[scale] = scale_runs(scale, blocks, parameter)
         return self._runs[scale]
-
-    @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import the compiler now
-    def _usable(self, work: Work, magnitudes_of_all: list[list[Tensor]]) -> bool:
-        """Whether the gradients are finite on all ranks; if not, raise, or count and warn."""
-        entries = [entry for _, some in work for entry in some]
-        magnitudes = [magnitude for some in magnitudes_of_all for magnitude in some]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        skips = any(group["nonfinite"] == "skip" for group in self.param_groups)
-        if all_finite(parameters, magnitudes, everywhere=skips):
-            return True
-        self.nonfinite_steps += 1
-        bad = [e.name for e, m in zip(entries, magnitudes) if not bool(torch.isfinite(m).all())]
-        names = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
-        where = (
-            f"in {len(bad)} of {len(entries)} parameters ({names})" if bad else "on another rank"
-        )
-        message = (
-            f"Non-finite gradient {where}, refused step number {self.nonfinite_steps} of this "
-            "optimizer. No weight and no state was changed."
-        )
-        if any(group["nonfinite"] == "raise" for group in self.param_groups):
-            raise FloatingPointError(
-                f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to skip such steps."
-            )
-        if self.nonfinite_steps == 1:
-            warnings.warn(
-                f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.",
-                stacklevel=4,
-            )
-        return False
 
     def _by_name(self) -> dict[str, tuple[Tensor, Blocks]]:
         """Parameters and their blocks by name, or `ValueError` if names are missing or shared."""
@@ -251,8 +248,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         self._runs = {}
 
     def _scaled_step(self) -> bool:
-        """Whether the step looks at the scales; a compiled one does, so as not to recompile."""
-        return torch.compiler.is_compiling() or self._scaled
+        """Whether the step looks at the scales; a recorded one does, since they may change."""
+        return is_recorded() or self._scaled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim`; `blocks` may be those of `param_groups(model)`.
@@ -275,7 +272,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         group = self.param_groups[-1]
         group.setdefault("blocks", None)
         try:
-            check_choice("nonfinite", group["nonfinite"], ("raise", "skip"))
+            check_choice("nonfinite", group["nonfinite"], ("raise", "skip", "ignore"))
             check_range("lr", group["lr"])
             check_range("weight_decay", group["weight_decay"])
             self._check_group(group)
@@ -289,6 +286,16 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as in `torch.optim`.
+
+        Raises:
+            FloatingPointError: If the last step was refused on an accelerator, and nobody knows it
+                yet. The next call returns the state.
+        """
+        self._refused.settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of the `torch.optim` one that it equals.
@@ -332,7 +339,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     cast = isinstance(value, Tensor) and value.dtype != state[key].dtype
                     if cast and key != "step":
                         state[key] = value.to(device=parameter.device, copy=True)
+                if "step" in state:  # where the kernels look for it
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
                 state.setdefault("scale", _ones(entry, parameter))
+        self._refused = RefusedSteps(self.nonfinite_steps)  # an error belonged to the old state
         self._note_scaled()
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -371,8 +381,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        own = {"nonfinite_steps": self.nonfinite_steps, "_scaled": self._scaled, "_runs": {}}
-        return {**state, **own}
+        refused = RefusedSteps(self.nonfinite_steps)
+        return {**state, "_refused": refused, "_scaled": self._scaled, "_runs": {}}
 
 
 def blocks_of(group: dict[str, Any]) -> list[Blocks]:
@@ -408,21 +418,3 @@ def check_learning_rate(lr: float | Tensor) -> None:
     """
     if not isinstance(lr, Tensor) and not 0.0 <= lr < math.inf:
         raise ValueError(f"Invalid lr={lr}. Must be finite and >= 0.")
-
-
-def spread(entries: list[Entry], values: list[Tensor]) -> list[Tensor]:
-    """Spread one value per block to tensors that broadcast against the parameters' local parts."""
-    spread_values = []
-    for entry, value in zip(entries, values):
-        parameter = entry.parameter
-        wide = value.to(torch.promote_types(value.dtype, parameter.dtype))
-        spread_values.append(
-            local_part(expand(wide, entry.blocks.split, parameter.ndim), parameter)
-        )
-    return spread_values
-
-
-def decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
-    """Decoupled weight decay: by the schedule's learning rate, whatever the block's scale."""
-    if group["weight_decay"] != 0:
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Entries of a chunk. On a CPU four float32 chunks of this size share the last-level cache; on a GPU
 # launches should be few.
-CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 23
+CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 23
 
 
 def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
@@ -51,3 +51,19 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
             yield tuple([t] for t in piece)
     if pending:
         yield tuple(map(list, zip(*pending)))
+
+
+class Scratch:
+    """Memory for the temporaries of one chunk, used again for the next: fresh pages are slow."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def zeros(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return zeros of the shapes of tensors, which share dtype and device."""
+        needed = sum(t.numel() for t in like)
+        memory = self._memory.get(like[0].dtype)
+        if memory is None or memory.numel() < needed:
+            memory = self._memory[like[0].dtype] = like[0].new_empty(needed)
+        pieces = memory[:needed].zero_().split([t.numel() for t in like])
+        return [piece.view(t.shape) for piece, t in zip(pieces, like)]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from blockopt.distributed import largest_over_ranks, local
+from blockopt.distributed import largest_over_ranks, local, num_ranks
+
+READ_AT_ONCE = ("cpu",)  # the devices whose numbers can be read without waiting for them
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
@@ -30,13 +33,14 @@ def _takes_a_dot_product(tensor: Tensor) -> bool:
     return wide and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def all_finite(parameters: list[Tensor], magnitudes: list[Tensor], everywhere: bool) -> bool:
-    """Whether the magnitudes are finite on all ranks that must decide alike.
+def found_nonfinite(parameters: list[Tensor], magnitudes: list[Tensor], everywhere: bool) -> Tensor:
+    """1 if a magnitude is not finite on one of the ranks that must decide alike, otherwise 0.
 
     These are the ranks that share sharded parameters, and with `everywhere` all of them: replicas
     (DDP) of which one would step and another would not are no replicas any more.
 
-    This waits for the device. It is the only place of a step that does.
+    The answer stays on the device of the first magnitude, and nothing here waits for it. Torch's
+    fused kernels take it as `found_inf`.
 
     Args:
         parameters: Of the optimizer, with or without a gradient: every rank asks the others in the
@@ -44,13 +48,43 @@ def all_finite(parameters: list[Tensor], magnitudes: list[Tensor], everywhere: b
         magnitudes: Of the gradients.
         everywhere: Whether all ranks decide alike; all must ask then.
     """
-    if not parameters:
-        return True
     by_device: dict[torch.device, list[Tensor]] = {}
     for magnitude in magnitudes:
         by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
     flags = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
     flag = flags[0] if flags else torch.zeros((), device=parameters[0].device)
     for other in flags[1:]:
-        flag = torch.maximum(flag, other.to(flag.device))
-    return not bool(largest_over_ranks(flag, parameters, everywhere))
+        flag = torch.maximum(flag, other.to(flag.device, non_blocking=True))
+    return flag if num_ranks() == 1 else _over_ranks(flag, parameters, everywhere)
+
+
+@_disable_dynamo
+def _over_ranks(flag: Tensor, parameters: list[Tensor], everywhere: bool) -> Tensor:
+    return largest_over_ranks(flag, parameters, everywhere)
+
+
+def can_read_at_once(found_inf: Tensor) -> bool:
+    """Whether a step may branch on the flag: it costs no wait, and no compiler records the step."""
+    return not torch.compiler.is_compiling() and found_inf.device.type in READ_AT_ONCE
+
+
+def flag_on(found_inf: Tensor | None, device: torch.device) -> Tensor | None:
+    """The flag where the tensors are that it is about."""
+    return None if found_inf is None else found_inf.to(device, non_blocking=True)
+
+
+def share_kept(found_inf: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `found_inf` is 1, otherwise 1, to multiply rates for tensors of a dtype by."""
+    return 1 - found_inf.to(torch.promote_types(dtype, torch.float32))
+
+
+def keep_if(found_inf: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies to put back by `put_back`; none if the gradients are known to be finite."""
+    return [] if found_inf is None else [tensor.clone() for tensor in tensors]
+
+
+def put_back(found_inf: Tensor | None, tensors: list[Tensor], kept: list[Tensor]) -> None:
+    """Write what was kept where `found_inf` is 1, without waiting for the device to know."""
+    for tensor, old in zip(tensors, kept):
+        assert found_inf is not None
+        tensor.copy_(torch.where(found_inf.bool(), old, tensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,27 +11,24 @@ FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_kernel_serves(*columns: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the columns.
+    """Whether a fused kernel can take the columns, whose tensors are on one device.
 
     It can if the tensors of each row have one dtype and shape, are contiguous, and lie on a device
     that has the kernel.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or columns[0][0].device.type not in FUSED_DEVICES:
         return False
     return all(
-        t.device.type in FUSED_DEVICES
-        and t.dtype == row[0].dtype
-        and t.shape == row[0].shape
-        and t.is_contiguous()
+        t.dtype == row[0].dtype and t.shape == row[0].shape and t.is_contiguous()
         for row in zip(*columns)
         for t in row
     )
 
 
-def by_kind(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """The columns, divided by the device and dtype of the first."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+def by_dtype(*columns: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """The columns, divided by the dtype of the first."""
+    kinds: dict[torch.dtype, list[int]] = {}
     for i, p in enumerate(columns[0]):
-        kinds.setdefault((p.device, p.dtype), []).append(i)
+        kinds.setdefault(p.dtype, []).append(i)
     for chosen in kinds.values():
         yield [[column[i] for i in chosen] for column in columns]

@@ -14,21 +14,11 @@ from torch import Tensor
 from blockopt.blocks import MATRIX_ROLES, Blocks, expand
 from blockopt.checks import check_count, check_range
 from blockopt.distributed import full, is_sharded, local, local_part
-from blockopt.optim.adamw import (
-    adamw_magnitudes,
-    adamw_update,
-    check_adamw_options,
-    new_adamw_state,
-)
-from blockopt.optim.base import (
-    BlockOptimizer,
-    Entry,
-    Parameters,
-    Work,
-    blocks_of,
-    names_of,
-)
-from blockopt.optim.finite_gradients import gradient_norms
+from blockopt.optim.adamw import check_adamw_options, new_adamw_state
+from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
+from blockopt.optim.base import BlockOptimizer, Parameters, blocks_of, names_of
+from blockopt.optim.entry import Entry, Work, norms_to_check
+from blockopt.optim.finite_gradients import flag_on, put_back, share_kept
 from blockopt.optim.matrix_sections import (
     Section,
     block_sizes,
@@ -84,7 +74,10 @@ class BlockMuon(BlockOptimizer):
         nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
             `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
             first time. Weights and state are untouched in both cases. With `"skip"` all ranks of
-            the default process group decide alike, so all of them must call `step`.
+            the default process group decide alike, so all of them must call `step`. On an
+            accelerator the error or warning comes one step later, since waiting for the answer
+            would leave it idle. `"ignore"` checks nothing, as `torch.optim` does, and saves the
+            time of reading all gradients once more.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `params` carry no blocks.
@@ -178,35 +171,46 @@ class BlockMuon(BlockOptimizer):
             return {"momentum_buffer": buffer}
         return new_adamw_state(parameter, blocks, group)
 
-    def _magnitudes(self, work: Work) -> list[list[Tensor]]:
-        divided = [_divide(entries) for _, entries in work]
-        rest = [(g, [some[i] for i in others]) for (g, some), (_, others) in zip(work, divided)]
-        found = []
-        for (_, entries), (matrices, others), sums in zip(work, divided, adamw_magnitudes(rest)):
-            norms = gradient_norms([entries[i].gradient for i in matrices])
-            by_index = dict(zip([*matrices, *others], [*norms, *sums]))
-            found.append([by_index[i] for i in range(len(entries))])
-        return found
+    def _entries(self, group: dict[str, Any]) -> list[Entry]:
+        """Matrices first, as `_magnitudes` returns theirs."""
+        matrices, others = _divide(super()._entries(group))
+        return matrices + others
 
-    def _update_all(self, work: Work, magnitudes_of_all: list[list[Tensor]]) -> None:
+    def _magnitudes(self, work: Work) -> list[list[Tensor]]:
+        divided = [(group, *_divide(entries)) for group, entries in work]
+        norms = [norms_to_check(matrices, group) for group, matrices, _ in divided]
+        rest = adamw_magnitudes([(group, others) for group, _, others in divided])
+        return [of_matrices + of_others for of_matrices, of_others in zip(norms, rest)]
+
+    def _update_all(
+        self, work: Work, magnitudes_of_all: list[list[Tensor]], found_inf: Tensor | None
+    ) -> None:
         """AdamW group by group; the matrices of all groups at once, to share batches."""
-        super()._update_all(work, magnitudes_of_all)
+        super()._update_all(work, magnitudes_of_all, found_inf)
         take_steps(
-            start_step(entries[i], group) for group, entries in work for i in _divide(entries)[0]
+            start_step(entry, group, flag_on(found_inf, entry.parameter.device))
+            for group, entries in work
+            for entry in _divide(entries)[0]
         )
 
     def _update(
-        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+        self,
+        entries: list[Entry],
+        magnitudes: list[Tensor],
+        group: dict[str, Any],
+        found_inf: Tensor | None,
     ) -> None:
         others = _divide(entries)[1]
         if others:
-            chosen, sums = [entries[i] for i in others], [magnitudes[i] for i in others]
-            adamw_update(chosen, sums, group, self._scaled_step())
+            sums = magnitudes[-len(others) :]
+            adamw_update(others, sums, group, self._scaled_step(), found_inf)
 
 
-def _divide(entries: list[Entry]) -> tuple[list[int], list[int]]:
+def _divide(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """The hidden matrices, and the others."""
     taken = [is_hidden_matrix(entry.parameter, entry.blocks) for entry in entries]
-    return [i for i, t in enumerate(taken) if t], [i for i, t in enumerate(taken) if not t]
+    matrices = [entry for entry, hidden in zip(entries, taken) if hidden]
+    return matrices, [entry for entry, hidden in zip(entries, taken) if not hidden]
 
 
 class MatrixStep(NamedTuple):
@@ -235,19 +239,31 @@ class Piece(NamedTuple):
     iterations: int
 
 
-def momentum_direction(entry: Entry, group: dict[str, Any]) -> Tensor:
-    """Update the momentum and return the direction to orthogonalize."""
+def momentum_direction(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> Tensor:
+    """Update the momentum and return the direction to orthogonalize.
+
+    Where `found_inf` is 1 the momentum takes the place of the gradient, and so stays as it is.
+    """
     gradient = -entry.gradient if group["maximize"] else entry.gradient
     buffer: Tensor = entry.state["momentum_buffer"]
+    if found_inf is not None:
+        gradient = gradient.clone()
+        put_back(found_inf, [local(gradient)], [local(buffer)])
     buffer.lerp_(gradient, 1 - group["momentum"])
     return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
-def start_step(entry: Entry, group: dict[str, Any]) -> MatrixStep:
-    """What a step does entry by entry, on the own shard, before the orthogonalization."""
+def start_step(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> MatrixStep:
+    """What a step does entry by entry, on the own shard, before the orthogonalization.
+
+    Where `found_inf` is 1 the step has length 0.
+    """
     lr = group["lr"]
+    if found_inf is not None:
+        lr = lr * share_kept(found_inf, entry.parameter.dtype)
     kept = 1 - lr * group["weight_decay"]
-    return MatrixStep(entry, momentum_direction(entry, group), lr, kept, group["iterations"])
+    direction = momentum_direction(entry, group, found_inf)
+    return MatrixStep(entry, direction, lr, kept, group["iterations"])
 
 
 def take_steps(steps: Iterable[MatrixStep]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from blockopt.blocks import Blocks
 from blockopt.checks import check_range
 from blockopt.distributed import local
-from blockopt.optim.base import BlockOptimizer, Entry, Parameters, decay, spread
+from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.chunks import in_chunks
-from blockopt.optim.fused import by_kind, fused_kernel_serves
+from blockopt.optim.entry import Entry, decay, spread
+from blockopt.optim.finite_gradients import keep_if, put_back
+from blockopt.optim.fused import by_dtype, fused_kernel_serves
 from blockopt.optim.scale_runs import by_scale
 
 
@@ -37,7 +40,10 @@ class BlockSGD(BlockOptimizer):
         nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
             `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
             first time. Weights and state are untouched in both cases. With `"skip"` all ranks of
-            the default process group decide alike, so all of them must call `step`.
+            the default process group decide alike, so all of them must call `step`. On an
+            accelerator the error or warning comes one step later, since waiting for the answer
+            would leave it idle. `"ignore"` checks nothing, as `torch.optim` does, and saves the
+            time of reading all gradients once more.
 
     Raises:
         ValueError: If a hyperparameter is out of range.
@@ -88,7 +94,11 @@ class BlockSGD(BlockOptimizer):
         return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
     def _update(
-        self, entries: list[Entry], magnitudes: list[Tensor], group: dict[str, Any]
+        self,
+        entries: list[Entry],
+        magnitudes: list[Tensor],
+        group: dict[str, Any],
+        found_inf: Tensor | None,
     ) -> None:
         lr, momentum = group["lr"], group["momentum"]
         columns = [
@@ -101,22 +111,26 @@ class BlockSGD(BlockOptimizer):
                     entry.state["momentum_buffer"] = torch.zeros_like(entry.parameter)
             columns.append([local(entry.state["momentum_buffer"]) for entry in entries])
         if isinstance(lr, Tensor) or not fused_kernel_serves(*columns):
-            self._foreach_update(entries, columns, group)
+            self._foreach_update(entries, columns, group, found_inf)
             return
         if not self._scaled_step():
-            _fused_update(columns, group, lr)
+            _fused_update(columns, group, lr, found_inf)
             return
         rows = list(zip(entries, zip(*columns)))
         simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
         for scale, views in by_scale(*zip(*simple)).items() if simple else ():
-            _fused_update(views, group, lr * scale)
+            _fused_update(views, group, lr * scale, found_inf)
         others = [(entry, row) for entry, row in rows if entry.runs is None]
         if others:
             chosen, remaining = zip(*others)
-            self._foreach_update(list(chosen), [list(c) for c in zip(*remaining)], group)
+            self._foreach_update(chosen, [list(c) for c in zip(*remaining)], group, found_inf)
 
     def _foreach_update(
-        self, entries: list[Entry], columns: list[list[Tensor]], group: dict[str, Any]
+        self,
+        entries: Sequence[Entry],
+        columns: list[list[Tensor]],
+        group: dict[str, Any],
+        found_inf: Tensor | None,
     ) -> None:
         """The same from elementary operations: for columns, tensor `lr` and `torch.compile`."""
         lr, momentum = group["lr"], group["momentum"]
@@ -125,6 +139,8 @@ class BlockSGD(BlockOptimizer):
             scales = spread(entries, [entry.state["scale"] for entry in entries])
             factors = [[scale * lr for scale in scales]]
         for ps, gs, *rest in in_chunks(*columns, *factors):
+            written = ps + (rest[0] if momentum else [])
+            kept = keep_if(found_inf, written)
             directions = list(torch._foreach_neg(gs)) if group["maximize"] else gs
             if momentum:
                 for g, u in zip(directions, rest[0]):
@@ -138,12 +154,15 @@ class BlockSGD(BlockOptimizer):
                 torch._foreach_addcmul_(ps, directions, rest[-1], value=-1)
             else:
                 torch._foreach_add_(ps, directions, alpha=-lr)
+            put_back(found_inf, written, kept)
 
 
-def _fused_update(columns: list[list[Tensor]], group: dict[str, Any], lr: float) -> None:
+def _fused_update(
+    columns: list[list[Tensor]], group: dict[str, Any], lr: float, found_inf: Tensor | None
+) -> None:
     """Torch's own kernel, for parameters of one scale, which `lr` holds."""
-    decay(columns[0], group)
-    for parameters, gradients, *buffers in by_kind(*columns):
+    decay(columns[0], group, found_inf)
+    for parameters, gradients, *buffers in by_dtype(*columns):
         torch._fused_sgd_(
             parameters,
             gradients,
@@ -155,4 +174,5 @@ def _fused_update(columns: list[list[Tensor]], group: dict[str, Any], lr: float)
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             is_first_step=False,
+            found_inf=found_inf,
         )

@@ -69,7 +69,7 @@ def test_learning_rate_ruined_by_a_schedule_is_refused(make):
             {"second_moment": "row"},
             "Invalid second_moment='row'. Must be one of 'coordinate', 'block'",
         ),
-        (blockopt.BlockAdamW, {"nonfinite": "ignore"}, "Invalid nonfinite='ignore'"),
+        (blockopt.BlockAdamW, {"nonfinite": "warn"}, "Invalid nonfinite='warn'"),
         (blockopt.BlockSGD, {"momentum": 1.5}, "Invalid momentum"),
         (blockopt.BlockSGD, {"weight_decay": -0.1}, "Invalid weight_decay"),
         (blockopt.BlockMuon, {"momentum": -0.5}, "Invalid momentum"),
@@ -94,7 +94,7 @@ def test_block_options_need_blocks():
         {"weight_decay": math.nan},
         {"betas": (2.0, 3.0)},
         {"eps": -1.0},
-        {"nonfinite": "ignore"},
+        {"nonfinite": "warn"},
         {"second_moment": "row"},
     ],
 )

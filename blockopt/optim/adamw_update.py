@@ -1,0 +1,220 @@
+"""The arithmetic of a step of AdamW: torch's fused kernel wherever it can serve.
+
+Three ways lead to the same numbers. The kernel takes all rows of one scale in one call. Where the
+scales run along columns or change with every row, it works on a scratch chunk, of which each entry
+is then scaled. Elementary operations serve mixed dtypes, other devices and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockopt.distributed import local
+from blockopt.optim.block_squares import block_mean_squares
+from blockopt.optim.chunks import Scratch, in_chunks
+from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread
+from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
+from blockopt.optim.fused import by_dtype, fused_kernel_serves
+from blockopt.optim.scale_runs import by_scale
+
+SMALLEST_DIVISOR = 1e-3  # below, decay is done apart, lest weight_decay / scale overflow
+
+Columns = Sequence[list[Tensor]]
+
+
+def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
+    """Norms of the gradients, or the mean squares of their blocks, which the update needs too."""
+    by_block = [group["second_moment"] == "block" for group, _ in work]
+    chosen = [entry for (_, entries), block in zip(work, by_block) if block for entry in entries]
+    squares = iter(block_mean_squares([(entry.gradient, entry.blocks) for entry in chosen]))
+    return [
+        list(islice(squares, len(entries))) if block else norms_to_check(entries, group)
+        for (group, entries), block in zip(work, by_block)
+    ]
+
+
+def adamw_update(
+    entries: list[Entry],
+    magnitudes: list[Tensor],
+    group: dict[str, Any],
+    scaled: bool,
+    found_inf: Tensor | None,
+) -> None:
+    """Take one step for parameters of a group that are on one device.
+
+    Args:
+        entries: The parameters.
+        magnitudes: Those of `adamw_magnitudes`.
+        group: The options.
+        scaled: Whether to look at the scales.
+        found_inf: If 1, nothing changes; None if that is ruled out.
+    """
+    steps = [entry.state["step"] for entry in entries]
+    torch._foreach_add_(steps, 1)
+    columns = [
+        [local(entry.parameter) for entry in entries],
+        [local(entry.gradient) for entry in entries],
+        [local(entry.state["exp_avg"]) for entry in entries],
+    ]
+    if group["second_moment"] == "block":
+        _update_by_block(entries, magnitudes, columns, group, found_inf)
+    else:
+        columns.append([local(entry.state["exp_avg_sq"]) for entry in entries])
+        if not fused_kernel_serves(*columns):
+            _foreach_update(entries, columns, group, scaled, found_inf)
+        elif scaled:
+            _fused_scaled_update(entries, [*columns, steps], group, found_inf)
+        else:
+            _fused_update([*columns, steps], group, 1.0, found_inf)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def _fused_scaled_update(
+    entries: list[Entry], columns: Columns, group: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    """One call of the kernel per scale, on views of the rows that share it; then all the others."""
+    rows = list(zip(entries, zip(*columns)))
+    simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
+    for scale, views in by_scale(*zip(*simple)).items() if simple else ():
+        _fused_update(views, group, scale, found_inf)
+    others = [(entry, row) for entry, row in rows if entry.runs is None]
+    if others:
+        chosen, remaining = zip(*others)
+        _fused_entrywise_update(chosen, [list(c) for c in zip(*remaining)], group, found_inf)
+
+
+def _fused_update(
+    columns: Columns, group: dict[str, Any], scale: float, found_inf: Tensor | None
+) -> None:
+    """Torch's own kernel on parameters of one scale; `lr * scale` must not scale the decay."""
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    if scale < SMALLEST_DIVISOR:
+        decay(columns[0], group, found_inf)
+        weight_decay = 0.0
+    for some in by_dtype(*columns):
+        _fused_adamw(some, group, lr * scale, weight_decay / (scale or 1.0), found_inf)
+
+
+def _fused_entrywise_update(
+    entries: Sequence[Entry], columns: Columns, group: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    """The kernel works on zeros, which come out as the step to be scaled entry by entry."""
+    scales = spread(entries, [entry.state["scale"] for entry in entries])
+    rates = [scale * group["lr"] for scale in scales]
+    scratch = Scratch()
+    for chunk in in_chunks(*columns, rates):
+        for ps, gs, ms, vs, ts, rs in by_dtype(*chunk):
+            updates = scratch.zeros(ps)
+            _fused_adamw([updates, gs, ms, vs, ts], group, 1.0, 0.0, found_inf)
+            decay(ps, group, found_inf)
+            torch._foreach_addcmul_(ps, updates, rs)
+
+
+def _fused_adamw(
+    columns: Columns,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    weight_decay: float,
+    found_inf: Tensor | None,
+) -> None:
+    *moments, steps = columns
+    torch._fused_adamw_(  # type: ignore[call-overload]
+        *moments,
+        [],
+        steps,
+        lr=float(lr) if steps[0].device.type == "cpu" else lr,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+        found_inf=found_inf,
+    )
+
+
+def _update_by_block(
+    entries: list[Entry],
+    mean_squares: list[Tensor],
+    columns: Columns,
+    group: dict[str, Any],
+    found_inf: Tensor | None,
+) -> None:
+    """`m ← lerp(m, g)`, then `p ← p − size·m`, with one second moment and one size per block."""
+    beta1, beta2 = group["betas"]
+    exp_avg_sqs = [entry.state["exp_avg_sq"] for entry in entries]
+    kept = keep_if(found_inf, exp_avg_sqs)
+    new = [square.to(v.dtype) for square, v in zip(mean_squares, exp_avg_sqs)]
+    torch._foreach_lerp_(exp_avg_sqs, new, 1 - beta2)
+    denominators = _denominators(exp_avg_sqs, _corrections(entries, beta2), group["eps"])
+    rates = [group["lr"] / correction for correction in _corrections(entries, beta1)]
+    sizes = [e.state["scale"] / d * r for e, d, r in zip(entries, denominators, rates)]
+    put_back(found_inf, exp_avg_sqs, kept)
+    for ps, gs, ms, ss in in_chunks(*columns, spread(entries, sizes)):
+        kept = keep_if(found_inf, ps + ms)
+        _lerp(ms, gs, group)
+        decay(ps, group)
+        torch._foreach_addcmul_(ps, ms, ss, value=-1)
+        put_back(found_inf, ps + ms, kept)
+
+
+def _foreach_update(
+    entries: list[Entry],
+    columns: Columns,
+    group: dict[str, Any],
+    scaled: bool,
+    found_inf: Tensor | None,
+) -> None:
+    """The same from elementary operations."""
+    beta1, beta2 = group["betas"]
+    rates = [group["lr"] / correction for correction in _corrections(entries, beta1)]
+    if scaled:
+        scales = spread(entries, [entry.state["scale"] for entry in entries])
+    else:
+        scales = [p.new_ones((1,) * p.ndim) for p in columns[0]]
+    factors = [scale * rate for scale, rate in zip(scales, rates)]
+    corrections = [
+        torch.as_tensor(c, dtype=s.dtype, device=s.device)
+        for c, s in zip(_corrections(entries, beta2), scales)
+    ]
+    for ps, gs, ms, vs, fs, cs in in_chunks(*columns, factors, corrections):
+        kept = keep_if(found_inf, ps + ms + vs)
+        torch._foreach_mul_(vs, beta2)
+        torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+        _lerp(ms, gs, group)
+        decay(ps, group)
+        updates = torch._foreach_div(ms, _denominators(vs, cs, group["eps"]))
+        torch._foreach_addcmul_(ps, updates, fs, value=-1)
+        put_back(found_inf, ps + ms + vs, kept)
+
+
+def _lerp(momenta: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+    """`m ← m + (1 − β1)·(g − m)`, with `−g` for `maximize`."""
+    gradients = [g.to(m.dtype) for g, m in zip(gradients, momenta)]
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
+    torch._foreach_lerp_(momenta, gradients, 1 - group["betas"][0])
+
+
+def _corrections(entries: Sequence[Entry], beta: float) -> list[float] | list[Tensor]:
+    """`1 − β^step` for each parameter: numbers where reading the count is free, else tensors."""
+    steps = [entry.state["step"] for entry in entries]
+    if torch.compiler.is_compiling() or steps[0].device.type not in READ_AT_ONCE:
+        return [1 - beta**step for step in steps]
+    return [1 - beta ** step.item() for step in steps]
+
+
+def _denominators(
+    exp_avg_sqs: list[Tensor], corrections: list[float] | list[Tensor], eps: float
+) -> list[Tensor]:
+    """`sqrt(v / correction) + eps`."""
+    denominators = list(torch._foreach_div(exp_avg_sqs, corrections))
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    return denominators
