@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockopt.distributed import local
-from blockopt.optim.block_squares import block_mean_squares
+from blockopt.optim.block_squares import accumulation_dtype, block_mean_squares
 from blockopt.optim.chunks import Scratch, in_chunks
 from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread
 from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
@@ -206,7 +206,8 @@ def _corrections(entries: Sequence[Entry], beta: float) -> list[float] | list[Te
     """`1 − β^step` for each parameter: numbers where reading the count is free, else tensors."""
     steps = [entry.state["step"] for entry in entries]
     if torch.compiler.is_compiling() or steps[0].device.type not in READ_AT_ONCE:
-        return [1 - beta**step for step in steps]
+        dtypes = [accumulation_dtype(entry.parameter) for entry in entries]
+        return [1 - beta ** step.to(dtype) for step, dtype in zip(steps, dtypes)]
     return [1 - beta ** step.item() for step in steps]
 
 

@@ -174,7 +174,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return entries
 
     def _runs_of(self, scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRun] | None:
-        """Looked up once for each setting of the scales, since that waits for the device."""
+        """Found once for each setting of the scales, since that waits for the device."""
         if scale not in self._runs:
             self._runs[scale] = scale_runs(scale, blocks, parameter)
         return self._runs[scale]
@@ -242,10 +242,14 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         self._note_scaled()
 
     def _note_scaled(self) -> None:
-        """Note whether some scale is not 1, so that an unscaled step can take the shorter way."""
+        """Note whether some scale is not 1, and which rows share one, lest a step has to look."""
         scales = [state["scale"] for state in self.state.values() if "scale" in state]
         self._scaled = any(bool((scale != 1).any()) for scale in scales)
         self._runs = {}
+        for group in self.param_groups if self._scaled else ():
+            for parameter, blocks in zip(group["params"], blocks_of(group)):
+                if "scale" in self.state.get(parameter, {}):
+                    self._runs_of(self.state[parameter]["scale"], blocks, parameter)
 
     def _scaled_step(self) -> bool:
         """Whether the step looks at the scales; a recorded one does, since they may change."""

@@ -124,6 +124,8 @@ class RefusedSteps:
         first, self.count = self.count == 0, self.count + new
         assert self._checked is not None
         names, magnitudes, raises = self._checked
+        if not (raises or first):
+            return
         bad = [n for n, m in zip(names, magnitudes) if not bool(torch.isfinite(m).all())]
         shown = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
         where = f"in {len(bad)} of {len(names)} parameters ({shown})" if bad else "on another rank"
@@ -135,7 +137,7 @@ class RefusedSteps:
             self._error = FloatingPointError(
                 f"{message} Lower lr, clip gradients, or pass nonfinite='skip' to skip such steps."
             )
-        elif first:
+        else:
             warnings.warn(
                 f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.",
                 stacklevel=5,

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockopt.blocks import Blocks, expand
 from blockopt.distributed import local, local_part
 
-SHORTEST = 1 << 11  # entries per stretch; below, preparing the views costs more than it saves
+SHORTEST = 1 << 15  # entries per stretch; below, a call of the kernel costs more than it saves
 
 
 class ScaleRun(NamedTuple):
@@ -31,12 +31,13 @@ def scale_runs(scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRu
     This waits for the device, so call it when scales are set and not in every step.
     """
     part = local(parameter)
+    scale = scale.cpu()
     values = scale.tolist()
     if len(set(values)) == 1:
         return [ScaleRun(0, part.shape[0] if part.ndim else 1, values[0])]
     if blocks.split is None or blocks.split.dim != 0:
         return None
-    rows = local_part(expand(scale, blocks.split, parameter.ndim), parameter).flatten().cpu()
+    rows = local_part(expand(scale, blocks.split, parameter.ndim), parameter).flatten()
     starts = [0, *((rows[1:] != rows[:-1]).nonzero().flatten() + 1).tolist()]
     if part.numel() < SHORTEST * len(starts):
         return None
