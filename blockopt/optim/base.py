@@ -344,7 +344,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     if cast and key != "step":
                         state[key] = value.to(device=parameter.device, copy=True)
                 if "step" in state:  # where the kernels look for it
-                    state["step"] = state["step"].to(parameter.device, torch.float32)
+                    step, device = state["step"], parameter.device
+                    state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
                 state.setdefault("scale", _ones(entry, parameter))
         self._refused = RefusedSteps(self.nonfinite_steps)  # an error belonged to the old state
         self._note_scaled()
