@@ -9,6 +9,7 @@ matplotlib. The guide is README.md in this folder.
 """
 
 from blockopt.analysis.block_report import Probes, measure_block
+from blockopt.analysis.closed_forms.attention_input import lookup_rows
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
 from blockopt.analysis.closed_forms.attention_module import attention_hessian
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
@@ -76,6 +77,7 @@ __all__ = [
     "hessian_report",
     "jensen_shannon",
     "lanczos",
+    "lookup_rows",
     "loss_difference",
     "measure_block",
     "negative_share",

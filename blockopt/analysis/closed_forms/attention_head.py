@@ -93,6 +93,7 @@ class AttentionHead:
         self.queries = ScoreVectors(queries, scoring.query_norm, scoring.rotary)
         self.keys = ScoreVectors(keys, scoring.key_norm, scoring.rotary)
         self.query, self.key = self.queries.value, self.keys.value
+        self.W_Q, self.W_K = weights.query, weights.key
         self.W_V, self.W_U = weights.value, weights.output
         self.visible, added, self.scale, self.softmax = scoring[:4]
         self.last_seen = last_seen(self.visible)

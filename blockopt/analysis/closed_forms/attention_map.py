@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.attention_head import AttentionHead, HeadWeights, Scoring
+from blockopt.analysis.closed_forms.attention_input import InputDerivatives
 from blockopt.analysis.closed_forms.checks import check_number, check_tensors
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
@@ -167,6 +168,36 @@ class AttentionMap:
                 factor = factor._replace(core=core if factor.core is None else core @ factor.core)
             total.view(-1, width, size).add_(factor.jacobian(width))
         return total
+
+    def input_jacobian(self) -> Tensor:
+        """Return the derivative of the output by all tokens, (B L d_out, B L d)."""
+        check_memory(self.output.numel(), self.X.numel(), self.X.dtype, self.X.device)
+        found = [InputDerivatives(head).jacobian() for head in self._separate_heads()]
+        whole: Tensor = torch.block_diag(*torch.stack(found).sum(0).flatten(1, 2))
+        return whole
+
+    def input_functional(self, role: str, g: Tensor) -> Tensor:
+        """Return `Σ g · ∂²F / ∂X ∂W_role`, (B L d, n), or by X twice for the role "input"."""
+        heads = self._separate_heads()
+        if role == "input":
+            check_memory(self.X.numel(), self.X.numel(), self.X.dtype, self.X.device)
+            found = [InputDerivatives(head).functional(role, g) for head in heads]
+            whole: Tensor = torch.block_diag(*torch.stack(found).sum(0))
+            return whole
+        size, count = self.size(role), self.counts[role]
+        total = self.X.new_zeros(self.X.numel(), count, size)
+        for number, head in enumerate(heads):
+            block = InputDerivatives(head).functional(role, g)
+            total[:, number * count // self.num_heads] += block.flatten(0, 1)
+        return total.flatten(1)
+
+    def _separate_heads(self) -> list[AttentionHead]:
+        if "key" not in self.roles:
+            raise ValueError(
+                "Derivatives by the input need W_Q and W_K. A single matrix is W_Q with the "
+                "identity as W_K and scale=1."
+            )
+        return self.heads
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """Return `Σ g · ∂²F / ∂W_row ∂W_column` of all weights of both roles.

@@ -81,6 +81,10 @@ class BiasedAttention:
             norms=norms,
         )
         self.output = self._map.output + weights.get("output_bias", 0)
+        # Which entries of what enters the map are of X: all but the constant 1
+        is_token = torch.ones_like(X, dtype=torch.bool)
+        is_token[..., self._W["query"].shape[1] :] = False
+        self._tokens = is_token.flatten()
 
     def jacobian(self, role: str) -> Tensor:
         """Return ∂output/∂weight, (B·L·d, n)."""
@@ -91,6 +95,21 @@ class BiasedAttention:
         inner = self._inner(role).items()
         parts = [_times(self._map.jacobian(name), matrix) for name, matrix in inner]
         return torch.stack(parts).sum(0)
+
+    def input_jacobian(self) -> Tensor:
+        """Return ∂output/∂X, (B·L·d, B·L·d)."""
+        return self._map.input_jacobian()[:, self._tokens]
+
+    def input_functional(self, role: str, g: Tensor) -> Tensor:
+        """Return Σ g·∂²output by X and a weight, (B·L·d, n), or by X twice for "input"."""
+        if role == "input":
+            return self._map.input_functional("input", g)[self._tokens][:, self._tokens]
+        total = g.new_zeros(int(self._tokens.sum()), self._sizes[role])
+        if role == "output_bias":
+            return total
+        for name, matrix in self._inner(role).items():
+            total = total + _times(self._map.input_functional(name, g)[self._tokens], matrix)
+        return total
 
     def functional(self, row: str, column: str, g: Tensor) -> Tensor:
         """Return Σ g·∂²output by two weights, (n_row, n_column)."""

@@ -26,6 +26,7 @@ from blockopt.analysis.closed_forms.output_loss import OutputLoss, SquaredError
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.transformed_head import TransformedHead
+from blockopt.analysis.closed_forms.transformer_sites import between
 from blockopt.analysis.memory import check_memory
 from blockopt.checks import check_choice
 
@@ -141,13 +142,16 @@ class SelfAttentionHessian:
         """Return the second derivatives by the weights of two roles, each row-major.
 
         Args:
-            row: A role: "query", "key", "value", "output"; "query_key" for a single matrix.
+            row: A role: "query", "key", "value", "output"; "query_key" for a single matrix; or
+                "input" for all tokens X. Only "outer", "functional" and "full" have that.
             column: Another, or the same.
             part: Which part of the Hessian.
             heads: The head of each; by default all heads one after another, (H n_row, H n_column).
                 Keys and values that heads share are counted by group: `counts` has their number.
         """
         check_choice("part", part, get_args(Part))
+        if "input" in (row, column):
+            return self._input_block(row, column, part)
         for role in (row, column):
             self.attention.size(role)  # raises if there is none
         if heads is not None and (not isinstance(heads, tuple) or len(heads) != 2):
@@ -240,6 +244,22 @@ class SelfAttentionHessian:
         seen = one.visible.sum(-1) - int(one.softmax)
         apart = width + int("key" in biased)
         return min(lemma, int(seen.clamp(max=apart).sum()))
+
+    def _input_block(self, row: str, column: str, part: Part) -> Tensor:
+        """Return a block whose rows, columns or both are the tokens."""
+        if row != "input":
+            return self._input_block(column, row, part).mT
+        check_choice("part", part, ("outer", "functional", "full"))
+        attention = self.attention
+        total = attention.X.new_zeros(())
+        if part != "functional":
+            rows = attention.input_jacobian()
+            columns = rows if column == "input" else attention.jacobian(column)
+            curvature = self.loss.curvature(attention.output).flatten(0, 1)
+            total = between(rows, curvature, columns)
+        if part != "outer":
+            total = total + attention.input_functional(column, self.gradient_of_output)
+        return total
 
     def _query_key(self, head: int) -> None:
         check_number("head", head, self.num_heads)

@@ -60,6 +60,7 @@ from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.analysis.closed_forms.transformer_sites import (
+    InputSite,
     KnownLoss,
     NormSite,
     between,
@@ -148,8 +149,8 @@ class TransformerBlockHessian:
         weights = {role: weight.detach() for role, weight in weights.items()}
         X = X.detach() if X.ndim == 3 else X.detach().unsqueeze(0)
         self._pre, first = arrangement == "pre", X
-        if norm and self._pre:
-            first = Normalization(X, kind=norm, epsilon=epsilon).output
+        self._first = Normalization(X, kind=norm, epsilon=epsilon) if norm and self._pre else None
+        first = X if self._first is None else self._first.output
         # The gain and bias of that norm are among the weights of attention.
         self._scores: dict[str, Any] = {
             "mask": mask,
@@ -158,6 +159,7 @@ class TransformerBlockHessian:
             "norms": norms,
         }
         self.attention = BiasedAttention(first, weights, **self._scores)
+        self._input = InputSite(self._first, self.attention)
         self._entering = weights.get("first_gain", 1) * first + weights.get("first_bias", 0)
         self._weights = weights
         _check_width("Attention", self.attention.output, X, "value and output")
@@ -180,6 +182,7 @@ class TransformerBlockHessian:
         every = (*ATTENTION_ROLES, *MLP_ROLES, *NORM_ROLES)
         self.roles = tuple(role for role in every if role in weights)
         self.sizes = {role: weights[role].numel() for role in self.roles}
+        self._input_size = X.numel()
         self.loss = loss
         # The gradient at the output of each site, from the last to the first
         self.gradient_of_output = loss.gradient(self.output)
@@ -196,17 +199,20 @@ class TransformerBlockHessian:
         return self.loss.value(self.output)
 
     def jacobian(self, role: str) -> Tensor:
-        """Return ∂Z/∂weight, (B·L·d, n)."""
+        """Return ∂Z/∂weight, (B·L·d, n), or ∂Z/∂X for the role "input"."""
         final = self._reach(role)[-1]
         assert final is not None
         return final
 
     def block(self, row: str, column: str, part: Part = "full") -> Tensor:
-        """Return ∂²loss/∂row∂column, (n_row, n_column), or one of its parts."""
+        """Return ∂²loss/∂row∂column, (n_row, n_column), or one of its parts.
+
+        Besides the weights there is the role "input", all entries of X.
+        """
         check_part(part)
         Z = self.output
-        for role in {row, column} & self.sizes.keys():  # the Jacobian is larger than the block
-            check_memory(Z.numel(), self.sizes[role], Z.dtype, Z.device)
+        for role in {row, column} & {*self.sizes, "input"}:  # the Jacobian exceeds the block
+            check_memory(Z.numel(), self._size(role), Z.dtype, Z.device)
         if part == "outer":
             return self._outer(row, column)
         functional = self._functional(row, column)
@@ -299,15 +305,22 @@ class TransformerBlockHessian:
 
     def _reach(self, role: str) -> tuple[Tensor | None, ...]:
         """Return the Jacobians of R, Y, S and Z by a weight, (B·L·d, n); None for no dependence."""
-        check_choice("role", role, self.roles)
+        check_choice("role", role, (*self.roles, "input"))
         if role not in self._reached:
-            residual = self.attention.jacobian(role) if role in self.attention.roles else None
+            residual = None
+            if role == "input":
+                residual = self._input.jacobian()
+            elif role in self.attention.roles:
+                residual = self.attention.jacobian(role)
             middle = push(self._middle, role, residual)
             past = residual if self._pre else middle
             through = push(self._mlp, role, middle)
             summed = through if past is None else past if through is None else past + through
             self._reached[role] = (residual, middle, summed, push(self._final, role, summed))
         return self._reached[role]
+
+    def _size(self, role: str) -> int:
+        return self._input_size if role == "input" else self.sizes[role]
 
     def _outer(self, row: str, column: str) -> Tensor:
         """Return J_Zᵀ Λ J_Z."""
@@ -317,9 +330,13 @@ class TransformerBlockHessian:
     def _functional(self, row: str, column: str) -> Tensor:
         """Return the sum over the sites of each one's own second derivative."""
         rows, columns = self._reach(row), self._reach(column)
-        total = self.output.new_zeros(self.sizes[row], self.sizes[column])
+        total = self.output.new_zeros(self._size(row), self._size(column))
         if row in self.attention.roles and column in self.attention.roles:
             total = total + self.attention.functional(row, column, self._at_residual)
+        if row == "input" and column in (*self.attention.roles, "input"):
+            total = total + self._input.functional(column, self._at_residual)
+        elif column == "input" and row in self.attention.roles:
+            total = total + self._input.functional(row, self._at_residual).mT
         sites = (
             (self._middle, self._at_middle),
             (self._mlp, self._at_sum),

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockopt.analysis.closed_forms.biased_attention import BiasedAttention
 from blockopt.analysis.closed_forms.normalization import Normalization, NormKind
 
 
@@ -74,6 +75,33 @@ class NormSite:
     def input_hessian(self, g: Tensor) -> Tensor:
         """Return Σ g·∂² by the input twice."""
         return self._norm.contracted_hessian(g.reshape(self._norm.output.shape))
+
+
+class InputSite:
+    """`R = X + F(N(X))` as a function of X, with the norm N before attention F, if there is one."""
+
+    def __init__(self, norm: Normalization | None, attention: BiasedAttention) -> None:
+        self._norm, self._attention = norm, attention
+
+    def jacobian(self) -> Tensor:
+        """Return ∂R/∂X, (B·L·d, B·L·d)."""
+        found = self._through_norm(self._attention.input_jacobian().mT).mT
+        return found + torch.eye(len(found), dtype=found.dtype, device=found.device)
+
+    def functional(self, role: str, g: Tensor) -> Tensor:
+        """Return Σ g·∂²R by X and a weight of attention, or by X twice for "input"."""
+        found = self._through_norm(self._attention.input_functional(role, g))
+        if role != "input" or self._norm is None:
+            return found
+        pulled = (g.reshape(1, -1) @ self._attention.input_jacobian()).reshape(g.shape)
+        bends: Tensor = torch.block_diag(*self._norm.contracted_hessian(pulled).flatten(0, 1))
+        return self._through_norm(found.mT) + bends
+
+    def _through_norm(self, rows: Tensor) -> Tensor:
+        """Return J_Nᵀ times a matrix whose rows are derivatives by what the norm returns."""
+        if self._norm is None:
+            return rows
+        return _rowwise(self._norm.jacobian().flatten(0, 1).mT, rows)
 
 
 class KnownLoss:
