@@ -37,7 +37,7 @@ from torch import nn
 import blockopt
 from blockopt.distributed import reshard
 from recipes.common.checkpoints import Checkpoints
-from recipes.common.optimizers import build_optimizer
+from recipes.common.optimizers import EXAMPLE, build_optimizer
 from recipes.common.schedules import schedule
 from recipes.common.training import Batch, Training, token_loss
 from recipes.data.token_data import Batches, TokenData, load_from_arguments
@@ -177,7 +177,8 @@ def take_steps(run: Run, log: RunLog, show: Callable[[str], None]) -> None:
             run.evaluated = (run.done, tracked["held_out"])
             log.write("evaluation", step=run.done, loss=tracked["held_out"])
         if is_due(run, arguments.checkpoint_every):
-            if nonfinite_blocks(run.plain, gradients=False):  # a run could not continue from them
+            groups = run.optimizer.param_groups
+            if nonfinite_blocks(run.plain, groups, gradients=False):  # no run could go on from them
                 stop_nonfinite(run, run.done, None, log)
             log.sync()
             run.save()
@@ -200,6 +201,7 @@ def make_run(
     model = together(lambda: build_model(arguments, data))
     names = ("weight_decay", "betas", "momentum", "curvature")
     options = {name: getattr(arguments, name) for name in names}
+    options["example"] = batches[0][0][:1, :EXAMPLE]
     optimizer = together(
         lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options)
     )
@@ -283,7 +285,8 @@ def is_due(run: Run, every: int) -> bool:
 
 def stop_nonfinite(run: Run, step: int, loss: float | None, log: RunLog) -> None:
     """Say which blocks are not finite, and end the run on all ranks."""
-    message = describe_nonfinite(run.plain, step, loss, run.checkpoints.describe_last())
+    groups, last = run.optimizer.param_groups, run.checkpoints.describe_last()
+    message = describe_nonfinite(run.plain, groups, step, loss, last)
     log.write("nonfinite", step=step, message=message)
 
     def stop() -> None:

@@ -29,7 +29,7 @@ from blockopt.huggingface import BlockLRCallback
 from recipes.common.errors import UserError, one_line_errors
 from recipes.common.flags import flag, script_parser
 from recipes.common.gpt2 import GPT2, to_huggingface
-from recipes.common.optimizers import build_optimizer, check_optimizer
+from recipes.common.optimizers import EXAMPLE, build_optimizer, check_optimizer
 from recipes.data.addition import IGNORED
 from recipes.data.token_data import TokenData, add_data_arguments, load_from_arguments
 from recipes.training.arguments import add_optimizer_arguments, add_run_arguments
@@ -157,6 +157,7 @@ def train(arguments: argparse.Namespace, trainer_arguments: TrainingArguments) -
     training, held_out = windows(data, window_length(arguments, data))
     curvature = None if arguments.curvature == "none" else arguments.curvature
     options = {"weight_decay": arguments.weight_decay, "curvature": curvature}
+    options["example"] = training[0]["input_ids"][None, :EXAMPLE]
     optimizer = build_optimizer(arguments.optimizer, model, arguments.lr, **options)
     callbacks, block_lr = [Checksums()], None
     if curvature is not None:

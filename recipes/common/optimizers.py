@@ -46,6 +46,7 @@ PACKAGES = {
     "torch_optimizer": ("torch_optimizer", "torch-optimizer"),
 }
 BETAS = {"soap": (0.95, 0.95), "sophia": (0.96, 0.99)}  # of their papers; (0.9, 0.95) for others
+EXAMPLE = 16  # tokens of a pass that finds the blocks of a model that names do not explain
 NOT_BY_NAME = {
     "Lookahead": "wraps another optimizer",
     "Adahessian": "needs a graph of the gradient in each step",
@@ -103,12 +104,13 @@ def build_optimizer(
     betas: tuple[float, float] | None = None,
     momentum: float | None = None,
     curvature: str | None = None,
+    example: Any = None,
 ) -> Optimizer:
     """Build the optimizer of this name for all trainable parameters of the model.
 
     Args:
         name: One of `NAMES`.
-        model: Any transformer that `blockopt.find_blocks` knows.
+        model: Any transformer, whose blocks `blockopt.find_blocks` finds by names or in a pass.
         lr: Learning rate.
         weight_decay: For matrices other than norms; everything else has none.
         betas: For optimizers with two moments; by default what is usual for each.
@@ -116,6 +118,7 @@ def build_optimizer(
         curvature: What a `BlockLR` will measure, if one will be attached. Optimizers that are not
             blockopt's then get one group per parameter, so that each can have its own learning
             rate.
+        example: What the model is called with, for a forward pass if names do not tell its blocks.
 
     Raises:
         UsageError: If the name is unknown, or the optimizer cannot train the model.
@@ -131,7 +134,12 @@ def build_optimizer(
     check_optimizer(name)
     betas = BETAS.get(name, (0.9, 0.95)) if betas is None else betas
     by = "parameter" if curvature is not None and name not in OURS else "role"
-    groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by)
+    try:
+        groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by)
+    except ValueError:
+        if example is None:
+            raise
+        groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by, example=example)
     sgd_momentum = 0.9 if momentum is None else momentum
     muon_momentum = 0.95 if momentum is None else momentum
     if name in ("block-adamw", "block-adamw-block"):

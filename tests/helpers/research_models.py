@@ -49,13 +49,13 @@ class Letters(nn.Module):
             self.drop = nn.Dropout(0.2)
 
         def heads(self, x: Tensor) -> Tensor:
-            return x.view(B, T, self.h, DH).transpose(1, 2)
+            return x.unflatten(-1, (self.h, DH)).transpose(1, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.a(x)
             q, k, v = self.heads(self.q(y)), self.heads(self.k(y)), self.heads(self.v(y))
             p = self.drop(causal(q @ k.transpose(-2, -1) / DH**0.5).softmax(dim=-1))
-            x = x + self.drop(self.o((p @ v).transpose(1, 2).reshape(B, T, D)))
+            x = x + self.drop(self.o((p @ v).transpose(1, 2).flatten(2)))
             return x + self.drop(self.down(F.gelu(self.up(self.b(x)), approximate="tanh")))
 
     def __init__(self) -> None:

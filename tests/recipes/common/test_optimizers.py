@@ -11,6 +11,7 @@ import torch_optimizer
 import transformers
 
 import blockopt
+from blockopt.blocks import from_plain
 from recipes.common import optimizers
 from recipes.common.gpt2 import GPT2, to_huggingface
 from recipes.common.optimizers import (
@@ -22,6 +23,7 @@ from recipes.common.optimizers import (
     take_step,
 )
 from tests.helpers.optimizers import TINY, tiny_gpt, token_loss
+from tests.helpers.research_models import RESEARCH, research_model, tokens
 
 DECOUPLED = (*OURS, "adamw", "muon", "adam-mini", "soap", "sophia", "schedulefree")
 BY_NAME = [
@@ -273,3 +275,28 @@ def test_bad_options_are_refused():
         build_optimizer("adamw", tiny_gpt(), 1e-2, weight_decay=-1)
     with pytest.raises(ValueError, match="matrices in layers"):
         build_optimizer("muon", torch.nn.Embedding(3, 4), 1e-2)
+
+
+@pytest.mark.parametrize("name", ["block-adamw", "adamw"])
+def test_a_batch_finds_the_blocks_that_names_do_not_tell(name):
+    model = research_model("letters")
+    with pytest.raises(ValueError, match="example="):
+        build_optimizer(name, model, 1e-2, curvature="newton")
+    optimizer = build_optimizer(name, model, 1e-2, curvature="newton", example=tokens()[:1])
+    held = {
+        parameter: from_plain(entry)
+        for group in optimizer.param_groups
+        for parameter, entry in zip(group["params"], group["blocks"])
+    }
+    expected = RESEARCH["letters"][2]
+    assert {n: held[p] for n, p in model.named_parameters()} == expected
+    block_lr = blockopt.BlockLR(optimizer, model, curvature="gradient", every=1)
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
+
+    loss().backward()
+    optimizer.step()
+    block_lr.step(loss)
+    roles = {group.role for group in block_lr.history[-1].scale}
+    assert {"query", "key", "value", "output", "position", "head"} <= roles

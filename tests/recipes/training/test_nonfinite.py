@@ -9,6 +9,7 @@ import torch
 from recipes import train
 from recipes.common.checkpoints import Checkpoints
 from recipes.common.gpt2 import GPT2, GPT2Config
+from recipes.common.optimizers import build_optimizer
 from recipes.training import nonfinite
 from recipes.training.nonfinite import nonfinite_blocks
 from tests.helpers.training import flags, losses_of, read_log, run
@@ -101,7 +102,8 @@ def test_many_blocks_are_counted():
     model.wte.weight.grad = torch.full_like(model.wte.weight, math.nan)
     model.ln_f.bias.grad = torch.full_like(model.ln_f.bias, math.inf)
     model.h[0].ln_1.weight.grad = torch.zeros(16)
-    assert nonfinite_blocks(model) == {
+    groups = build_optimizer("adamw", model, 1e-3).param_groups
+    assert nonfinite_blocks(model, groups) == {
         "wte.weight": "12 of 12 blocks of embedding",
         "ln_f.bias": "norm",
     }
