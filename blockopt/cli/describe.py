@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockopt.blocks import ROW_ROLES, describe, find_blocks
 from blockopt.cli.configs import find_config, import_transformers
@@ -29,20 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE",
         help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="build the model with random weights, in memory, and find its blocks by one forward "
+        "pass on random tokens or images, beside the names of its modules",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
-    model = build_from_config(options.model)
+    model = build_from_config(options.model, device="cpu" if options.watch else "meta")
     with user_mistakes(ValueError):  # a model whose blocks cannot be told
-        blocks = find_blocks(model, per_head=not options.no_per_head, per_row=options.per_row)
+        blocks = find_blocks(
+            model,
+            per_head=not options.no_per_head,
+            per_row=options.per_row,
+            example=random_input(model) if options.watch else None,
+        )
     print(f"{type(model).__name__} ({options.model})")
     print(describe(model, blocks, by_layer=options.by_layer))
     return 0
 
 
-def build_from_config(source: str) -> nn.Module:
-    """Build the model of a config on the `meta` device, without weights.
+def build_from_config(source: str, device: str = "meta") -> nn.Module:
+    """Build the model of a config: on the `meta` device without weights, or with random ones.
 
     Raises:
         UserError: If transformers is not installed, the config is not found, or has no model.
@@ -61,6 +73,28 @@ def build_from_config(source: str) -> nn.Module:
             f"transformers {transformers.__version__} has no model for the {type(config).__name__} "
             f"of {source!r}."
         )
-    with torch.device("meta"):
+    with torch.device(device):
         model: nn.Module = auto_class.from_config(config)
     return model
+
+
+def random_input(model: Any) -> dict[str, Tensor]:
+    """Return random tokens or an image for a model of transformers, by the name of its input.
+
+    Raises:
+        UserError: If it takes something else.
+    """
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    if model.main_input_name == "input_ids":
+        tokens = torch.randint(config.vocab_size, (1, 8), generator=generator)
+        decoder = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
+        return {"input_ids": tokens, **decoder}
+    size = getattr(config, "image_size", None)
+    if model.main_input_name == "pixel_values" and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (1, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
+    raise UserError(
+        f"--watch knows models of tokens and of images, and {type(model).__name__} takes "
+        f"{model.main_input_name}. Use blockopt.find_blocks(model, example=...) in Python."
+    )

@@ -14,7 +14,7 @@ from blockopt import describe, find_blocks
 from blockopt.blocks import ROLES
 from blockopt.cli import main
 from tests.helpers import ROOT
-from tests.helpers.models import CAUSAL, FAMILIES
+from tests.helpers.models import CAUSAL, ENCODER_SIZES, FAMILIES
 
 GPT2_ROWS = [
     ("embedding", "-", 50_257, 38_597_376, "31.0%"),
@@ -210,6 +210,18 @@ def test_the_model_for_training_is_described(model_type, class_name, capsys, tmp
     monkeypatch.chdir(tmp_path)
     main(["describe", model_type])
     assert capsys.readouterr().out.startswith(f"{class_name} ({model_type})\n")
+
+
+def test_the_command_watches_a_pass(config_folder, capsys, tmp_path):
+    assert main(["describe", str(config_folder)]) == 0
+    by_names = capsys.readouterr().out
+    assert main(["describe", str(config_folder), "--watch"]) == 0
+    assert capsys.readouterr().out == by_names
+    transformers.Wav2Vec2Config(**ENCODER_SIZES, intermediate_size=24).save_pretrained(
+        tmp_path / "audio"
+    )
+    with pytest.raises(SystemExit, match="Wav2Vec2Model takes input_values"):
+        main(["describe", str(tmp_path / "audio"), "--watch"])
 
 
 def test_a_folder_without_a_config_fails_clearly(tmp_path):

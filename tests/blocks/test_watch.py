@@ -151,6 +151,13 @@ def test_an_example_that_does_not_run_the_model_is_refused():
         find_blocks(research_model("letters"), example=lambda: torch.zeros(2) + 1)
 
 
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = Letters()
+    with pytest.raises(ValueError, match=r"'e\.weight' is on the meta device.*whole weights"):
+        find_blocks(model, example=tokens())
+
+
 def test_without_an_example_the_refusal_names_it():
     with pytest.raises(
         ValueError, match=r"does not say how many heads.*overrides=.*Or pass example=batch"

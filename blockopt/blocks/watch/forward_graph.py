@@ -204,7 +204,17 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
 
     The pass leaves no trace in gradients, random numbers, buffers, modes and flags. Tensors stay
     alive inside the context.
+
+    Raises:
+        ValueError: If the model has no weights to run with, or the example is of no known form.
     """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or hasattr(parameter, "device_mesh"):
+            what = "on the meta device" if parameter.is_meta else "sharded"
+            raise ValueError(
+                f"Cannot run the model on `example`: {name!r} is {what}. Find the blocks with "
+                "whole weights, before sharding, and pass them on as `blocks`."
+            )
     graph = ForwardGraph(model)
     mha = torch.backends.mha
     with ExitStack() as stack:
