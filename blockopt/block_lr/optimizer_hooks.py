@@ -130,7 +130,8 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
                 if parameter not in names:
                     raise ValueError(
                         f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                        "none of the model's."
+                        "none of the model's. If an engine has flattened the parameters "
+                        "(DeepSpeed's ZeRO 1 to 3), use FSDP2, which keeps them."
                     )
             yield group, [names[parameter] for parameter in group["params"]]
 

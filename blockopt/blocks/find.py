@@ -93,6 +93,7 @@ def find_blocks(
     """
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
+    _refuse_flattened(model)
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
@@ -122,6 +123,28 @@ def find_blocks(
         entry.check(shapes[name])
         blocks[name] = entry
     return blocks
+
+
+def _refuse_flattened(model: nn.Module) -> None:
+    """Raise `ValueError` if an engine has taken the shapes of the parameters away.
+
+    FSDP1 marks what it has flattened; if it shards nothing, the shapes are still there. ZeRO 3 of
+    DeepSpeed leaves empty parameters, which know their shapes.
+    """
+    parameters = list(model.parameters())
+    flat = [p for p in parameters if getattr(p, "_fsdp_flattened", False)]
+    if flat and all(p.ndim <= 1 for p in flat):
+        raise ValueError(
+            "FSDP1 (FullyShardedDataParallel) has flattened the parameters, and blocks need their "
+            "shapes. Use FSDP2 (torch.distributed.fsdp.fully_shard), which keeps them. Without "
+            "blocks, BlockAdamW(model.parameters()) and BlockSGD(model.parameters()) work."
+        )
+    if any(tuple(getattr(p, "ds_shape", p.shape)) != tuple(p.shape) for p in parameters):
+        raise ValueError(
+            "DeepSpeed's ZeRO 3 has partitioned the parameters, and blocks need their shapes. Call "
+            "find_blocks or param_groups before deepspeed.initialize, and build the model outside "
+            "of deepspeed.zero.Init; or use FSDP2 (torch.distributed.fsdp.fully_shard)."
+        )
 
 
 def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> dict[str, Blocks]:

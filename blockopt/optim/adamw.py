@@ -95,6 +95,9 @@ class BlockAdamW(BlockOptimizer):
     ) -> dict[str, Any]:
         return new_adamw_state(parameter, blocks, group)
 
+    def _needs_shapes(self, group: dict[str, Any]) -> bool:
+        return bool(group["second_moment"] == "block")
+
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         return adamw_magnitudes(work)
 

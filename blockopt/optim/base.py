@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks, from_plain
+from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
 from blockopt.distributed import placed_like
 from blockopt.optim.entry import Entry, Work, by_device, norms_to_check
 from blockopt.optim.finite_gradients import can_read_at_once, flag_on, found_nonfinite
+from blockopt.optim.groups import Shapes, blocks_of, names_of, refuse_flattened, shapes_of
 from blockopt.optim.recording import is_recorded
 from blockopt.optim.refused_steps import Checked, RefusedSteps
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
-WHOLE = Blocks(("other",))
 BLOCK_LR = "block_lr"  # where the first group of a checkpoint carries the state of `BlockLR`
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -35,6 +35,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         self._refused = RefusedSteps()
         self._scaled = False
+        self._shapes: list[Shapes] = []  # of the parameters of each group, when it was added
         self._runs: dict[Tensor, list[ScaleRun] | None] = {}  # of each scale, as it is now
         super().__init__(params, defaults)
 
@@ -47,6 +48,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
     ) -> dict[str, Any]:
         """The state of a parameter before its first step, without `scale`."""
+
+    def _needs_shapes(self, group: dict[str, Any]) -> bool:
+        """Whether the update of a group looks at more than single entries, even unscaled."""
+        return False
 
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         """Tensors that are finite exactly if the gradients are; the update may use them too.
@@ -152,8 +157,15 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             state = self.state[parameter]
             if len(state) == 0:
                 check_supported(parameter)
+                if self._needs_shapes(group):
+                    self._refuse_flattened(group, type(self).__name__)
                 state.update(self._new_state(parameter, blocks, group))
                 state["scale"] = _ones(blocks, parameter)
+
+    def _refuse_flattened(self, group: dict[str, Any], what: str) -> None:
+        for known, shapes in zip(self.param_groups, self._shapes):
+            if known is group:
+                refuse_flattened(group, shapes, what)
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:
         entries = []
@@ -183,6 +195,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Parameters and their blocks by name, or `ValueError` if names are missing or shared."""
         found: dict[str, tuple[Tensor, Blocks]] = {}
         for group in self.param_groups:
+            self._refuse_flattened(group, "A scale per block")
             if "param_names" not in group:
                 raise ValueError(
                     "Block scales go by parameter names, and this optimizer has none. Build it "
@@ -280,16 +293,19 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             check_range("lr", group["lr"])
             check_range("weight_decay", group["weight_decay"])
             self._check_group(group)
-            if len(blocks_of(group)) != len(group["params"]):
+            if group["params"] and group["blocks"] and len(group["blocks"]) != len(group["params"]):
                 raise ValueError(
                     f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} "
-                    "parameters. Must be one each."
+                    "parameters. Must be one each. What divides groups among ranks, as "
+                    "ZeroRedundancyOptimizer does, needs those of param_groups(model, "
+                    'by="parameter").'
                 )
             for parameter, blocks in zip(group["params"], blocks_of(group)):
                 blocks.check(tuple(parameter.shape))
         except ValueError:
             self.param_groups.pop()
             raise
+        self._shapes.append(shapes_of(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in `torch.optim`.
@@ -387,20 +403,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         refused = RefusedSteps(self.nonfinite_steps)
-        return {**state, "_refused": refused, "_scaled": self._scaled, "_runs": {}}
-
-
-def blocks_of(group: dict[str, Any]) -> list[Blocks]:
-    """The blocks of a group's parameters; without any, each parameter is one block."""
-    if group["blocks"] is None:
-        return [WHOLE] * len(group["params"])
-    return [from_plain(plain) for plain in group["blocks"]]
-
-
-def names_of(group: dict[str, Any]) -> list[str]:
-    """The names of a group's parameters; without any, their shapes, for messages."""
-    names: list[str] | None = group.get("param_names")
-    return names or [f"parameter of shape {tuple(p.shape)}" for p in group["params"]]
+        own = {"_refused": refused, "_scaled": self._scaled, "_shapes": self._shapes, "_runs": {}}
+        return {**state, **own}
 
 
 def _ones(blocks: Blocks, parameter: Tensor) -> Tensor:

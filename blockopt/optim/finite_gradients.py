@@ -52,7 +52,8 @@ def found_nonfinite(parameters: list[Tensor], magnitudes: list[Tensor], everywhe
     for magnitude in magnitudes:
         by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
     flags = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
-    flag = flags[0] if flags else torch.zeros((), device=parameters[0].device)
+    device = parameters[0].device if parameters else None  # a rank may have been given none
+    flag = flags[0] if flags else torch.zeros((), device=device)
     for other in flags[1:]:
         flag = torch.maximum(flag, other.to(flag.device, non_blocking=True))
     return flag if num_ranks() == 1 else _over_ranks(flag, parameters, everywhere)

@@ -16,9 +16,10 @@ from blockopt.checks import check_count, check_range
 from blockopt.distributed import full, is_sharded, local, local_part
 from blockopt.optim.adamw import check_adamw_options, new_adamw_state
 from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
-from blockopt.optim.base import BlockOptimizer, Parameters, blocks_of, names_of
+from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.entry import Entry, Work, norms_to_check
 from blockopt.optim.finite_gradients import flag_on, put_back, share_kept
+from blockopt.optim.groups import blocks_of, names_of
 from blockopt.optim.matrix_sections import (
     Section,
     block_sizes,
@@ -175,6 +176,9 @@ class BlockMuon(BlockOptimizer):
         """Matrices first, as `_magnitudes` returns theirs."""
         matrices, others = _divide(super()._entries(group))
         return matrices + others
+
+    def _needs_shapes(self, group: dict[str, Any]) -> bool:
+        return True
 
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         divided = [(group, *_divide(entries)) for group, entries in work]

@@ -1,0 +1,61 @@
+"""What a group knows about its parameters: names, blocks, and the shapes it was made with.
+
+Engines such as DeepSpeed's ZeRO replace the parameters of an optimizer by flat pieces. Such a piece
+holds parts of many parameters and tells nothing about them. What treats all entries alike goes on:
+AdamW and SGD with all scales 1. What needs blocks or matrices is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockopt.blocks import Blocks, from_plain
+
+WHOLE = Blocks(("other",))
+Shapes = list[tuple[int, ...]]
+
+
+def blocks_of(group: dict[str, Any]) -> list[Blocks]:
+    """The blocks of a group's parameters; without any, each parameter is one block.
+
+    So is each flat piece that an engine has put in their place.
+    """
+    if group["blocks"] is None or len(group["blocks"]) != len(group["params"]):
+        return [WHOLE] * len(group["params"])
+    return [from_plain(plain) for plain in group["blocks"]]
+
+
+def names_of(group: dict[str, Any]) -> list[str]:
+    """The names of a group's parameters; without any, their shapes, for messages."""
+    names: list[str] = group.get("param_names") or []
+    if len(names) == len(group["params"]):
+        return names
+    return [f"parameter of shape {tuple(p.shape)}" for p in group["params"]]
+
+
+def shapes_of(group: dict[str, Any]) -> Shapes:
+    """The shapes of a group's parameters, those of sharded ones being whole."""
+    return [tuple(parameter.shape) for parameter in group["params"]]
+
+
+def refuse_flattened(group: dict[str, Any], shapes: Shapes, what: str) -> None:
+    """Raise `ValueError` if the parameters are no longer those that the group was made with.
+
+    Args:
+        group: The group as it is now.
+        shapes: Those of its parameters when it was added.
+        what: What needs them.
+    """
+    found = shapes_of(group)
+    if found == shapes:
+        return
+    now, then = (
+        f"{len(some)} of shapes {', '.join(map(str, some[:3]))}{', …' if len(some) > 3 else ''}"
+        for some in (found, shapes)
+    )
+    raise ValueError(
+        f"{what} needs the parameters that the optimizer was built with ({then}), but something "
+        f"has replaced them ({now}). DeepSpeed's ZeRO and FSDP1 flatten parameters; use FSDP2 "
+        "(torch.distributed.fsdp.fully_shard), which keeps their shapes, or BlockAdamW or BlockSGD "
+        "without block scales and with second_moment='coordinate'."
+    )

@@ -1,0 +1,204 @@
+"""Engines that flatten or divide parameters: what works equals torch, the rest is refused."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+import blockopt
+from tests.helpers.optimizers import (
+    OPTIMIZERS,
+    assert_same_weights,
+    random_gradients,
+    random_scales,
+    set_gradients,
+    tiny_gpt,
+    token_loss,
+)
+from tests.helpers.ranks import run_on_two_ranks
+
+NEEDS_SHAPES = ["adamw-block", "muon", "muon-block"]
+WORKS_FLAT = ["adamw", "sgd", "sgd-plain"]
+
+
+def flatten(optimizer):
+    """Do what DeepSpeed's ZeRO does: one flat float32 piece in place of a group's parameters."""
+    for group in optimizer.param_groups:
+        pieces = [p.detach().flatten() for p in group["params"]]
+        group["params"] = [nn.Parameter(torch.cat(pieces).float())]
+
+
+@pytest.mark.parametrize("name", WORKS_FLAT)
+def test_what_treats_entries_alike_works_on_flat_pieces(name):
+    model, flat = tiny_gpt(), tiny_gpt()
+    a = OPTIMIZERS[name](blockopt.param_groups(model))
+    b = OPTIMIZERS[name](blockopt.param_groups(flat))
+    flatten(b)
+    for step in range(3):
+        set_gradients(model, random_gradients(model, step))
+        for group, piece in zip(a.param_groups, b.param_groups):
+            gradients = [p.grad.flatten() for p in group["params"]]
+            piece["params"][0].grad = torch.cat(gradients)
+        a.step()
+        b.step()
+    for group, piece in zip(a.param_groups, b.param_groups):
+        expected = torch.cat([p.detach().flatten() for p in group["params"]])
+        torch.testing.assert_close(piece["params"][0].detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NEEDS_SHAPES)
+def test_what_needs_shapes_refuses_flat_pieces(name):
+    optimizer = OPTIMIZERS[name](blockopt.param_groups(tiny_gpt()))
+    flatten(optimizer)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    with pytest.raises(ValueError, match=r"something has replaced them .*use FSDP2"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", WORKS_FLAT)
+def test_block_scales_refuse_flat_pieces(name):
+    model = tiny_gpt()
+    optimizer = OPTIMIZERS[name](blockopt.param_groups(model))
+    scales = random_scales(optimizer)
+    flatten(optimizer)
+    with pytest.raises(ValueError, match=r"A scale per block .*use FSDP2"):
+        optimizer.set_block_scales(scales)
+    with pytest.raises(ValueError, match=r"none of the model's.*DeepSpeed.*FSDP2"):
+        blockopt.BlockLR(optimizer, model)
+
+
+def test_partitioned_parameters_of_deepspeed_are_refused():
+    model = tiny_gpt()
+    for p in model.parameters():  # what ZeRO 3 leaves of them
+        p.ds_shape, p.data = p.shape, torch.empty(0)
+    with pytest.raises(ValueError, match=r"ZeRO 3 .*before deepspeed\.initialize"):
+        blockopt.param_groups(model)
+
+
+def deepspeed_equals_ddp_or_refuses(rank):
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    import deepspeed
+
+    for stage in range(4):
+        for name in ("adamw", "sgd", "adamw-block", "muon"):
+            model, plain = tiny_gpt(), DistributedDataParallel(tiny_gpt())
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=OPTIMIZERS[name](blockopt.param_groups(model)),
+                config={
+                    "train_batch_size": 6,
+                    "zero_optimization": {"stage": stage},
+                    "zero_allow_untested_optimizer": True,
+                    "zero_force_ds_cpu_optimizer": False,
+                    "gradient_clipping": 0.0,
+                },
+            )
+            engine.backward(token_loss(engine, seed=rank))
+            if stage > 0 and name in NEEDS_SHAPES:
+                with pytest.raises(ValueError, match="something has replaced them"):
+                    engine.step()
+                continue
+            engine.step()
+            reference = OPTIMIZERS[name](blockopt.param_groups(plain))
+            token_loss(plain, seed=rank).backward()
+            reference.step()
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+                assert_same_weights(model, plain.module, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
+def test_two_ranks_in_deepspeed():
+    """It installs without a GPU: pip install deepspeed."""
+    run_on_two_ranks(deepspeed_equals_ddp_or_refuses)
+
+
+def fsdp1_equals_torch_or_refuses(rank):
+    for original in (False, True):
+
+        def wrapped(original=original):
+            return FullyShardedDataParallel(
+                tiny_gpt(dtype=torch.float64),
+                use_orig_params=original,
+                device_id=torch.device("cpu"),
+            )
+
+        with pytest.raises(ValueError, match=r"FSDP1 .*fully_shard"):
+            blockopt.param_groups(wrapped())
+        model, plain = wrapped(), wrapped()
+        a = blockopt.BlockAdamW(model.parameters(), lr=1e-2)
+        b = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(3):
+            for one, optimizer in ((model, a), (plain, b)):
+                optimizer.zero_grad()
+                token_loss(one, seed=2 * step + rank).backward()
+                optimizer.step()
+        assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def fsdp1_without_shards_keeps_shapes(rank):
+    for name in ("adamw-block", "muon"):
+        model = FullyShardedDataParallel(
+            tiny_gpt(dtype=torch.float64),
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+        )
+        plain = DistributedDataParallel(tiny_gpt(dtype=torch.float64))
+        for one in (model, plain):
+            optimizer = OPTIMIZERS[name](blockopt.param_groups(one))
+            optimizer.set_block_scales(random_scales(optimizer))
+            for step in range(3):
+                optimizer.zero_grad()
+                token_loss(one, seed=2 * step + rank).backward()
+                optimizer.step()
+        assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def unnamed_groups(model):
+    """As the documentation has it: torch's ZeroRedundancyOptimizer takes no names."""
+    groups = blockopt.param_groups(model, by="parameter")
+    return [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+
+
+def zero_redundancy_equals_whole(rank):
+    # Imported here: torch warns about its own use of torch.jit, which fails a test.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for cls, options in (
+        (blockopt.BlockAdamW, {}),
+        (blockopt.BlockAdamW, {"second_moment": "block"}),
+        (blockopt.BlockMuon, {}),
+        (blockopt.BlockSGD, {"momentum": 0.9}),
+    ):
+        model, plain = (DistributedDataParallel(tiny_gpt(dtype=torch.float64)) for _ in range(2))
+        a = ZeroRedundancyOptimizer(unnamed_groups(model), cls, lr=1e-2, **options)
+        b = cls(blockopt.param_groups(plain, by="parameter"), lr=1e-2, **options)
+        for step in range(3):
+            for one, optimizer in ((model, a), (plain, b)):
+                optimizer.zero_grad()
+                token_loss(one, seed=2 * step + rank).backward()
+                optimizer.step()
+        assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+        held = sum(p.numel() for p in a.optim.state)
+        assert held < sum(p.numel() for p in model.parameters())  # the state is divided
+    groups = [{**g, "params": [p for _, p in g["params"]]} for g in blockopt.param_groups(model)]
+    try:
+        ZeroRedundancyOptimizer(groups, blockopt.BlockAdamW, lr=1e-2)
+    except ValueError as error:
+        assert 'by="parameter"' in str(error)  # noqa: PT017
+    dist.barrier()
+
+
+def test_two_ranks_in_engines_of_torch():
+    run_on_two_ranks(
+        fsdp1_equals_torch_or_refuses,
+        fsdp1_without_shards_keeps_shapes,
+        zero_redundancy_equals_whole,
+    )
