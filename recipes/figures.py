@@ -5,9 +5,10 @@
     python recipes/figures.py --figure all             the papers' sizes and 20 repeats: hours
 
 Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a
-Transformer?" (ICLR 2025), `sink` is that of Singh, Ormaniec and Hofmann, "Cracking the Hessian"
-(2025), and the last three are those of Petrov et al., arXiv 2510.16927, on synthetic images. Where
-a figure shows no numbers, the paper's statements about it are checked, by criteria in the tables.
+Transformer?" (ICLR 2025), and `weights` is about its Section 3.3. `sink` is that of Singh, Ormaniec
+and Hofmann, "Cracking the Hessian" (2025), and the last three are those of Petrov et al., arXiv
+2510.16927, on synthetic images. Where a figure shows no numbers, the paper's statements about it
+are checked, by criteria in the tables.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
-from recipes.paper_figures import growth, hessians, vision
+from recipes.paper_figures import growth, hessians, vision, weight_norms
 from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
 FIGURES: dict[str, Callable[[Run], Outcome]] = {
@@ -37,6 +38,7 @@ FIGURES: dict[str, Callable[[Run], Outcome]] = {
     "6": growth.figure_6,
     "7": growth.figure_7,
     "8": growth.figure_8,
+    "weights": weight_norms.figure_weights,
     "sink": hessians.figure_sink,
     "curvature-gap-heatmap": vision.figure_gap_heatmap,
     "curvature-gap-norms": vision.figure_gap_norms,

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
+
 # Products with several columns at once take about this much memory.
 CHUNK_BYTES = 2**28
 
@@ -43,6 +45,13 @@ class FactoredBlock(ABC):
     def frobenius(self) -> Tensor:
         """Return the Frobenius norm."""
         return self.squared_frobenius().clamp(min=0).sqrt()
+
+    def top_eigenvalue(self) -> Tensor:
+        """Return `λ_max`, the largest eigenvalue, from products alone.
+
+        Gradient descent on this weight alone is stable only for learning rates below `2 / λ_max`.
+        """
+        return top_eigenpairs(self, 1, which="largest").values[0]
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Return `H v` for v of shape (n,) or (n, k)."""

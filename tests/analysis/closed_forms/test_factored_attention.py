@@ -45,6 +45,7 @@ def test_top_eigenvalues_without_the_matrix(which):
         ].argsort()
         found = top_eigenpairs(hessian.factored(role, 1), 3, which=which).values
         assert_close(found, exact[order[:3]], 1e-5)
+        assert_close(hessian.factored(role, 1).top_eigenvalue(), exact[-1], 1e-5)
 
 
 def test_layer_of_gpt2_small():
