@@ -125,9 +125,11 @@ def label_attention(
     outputs = ParameterLabels(graph, ("output",))
     for number, call in enumerate(calls):
         for role, operand in call.operands:
-            for value in walk_back(operand.value, maps):
-                linear = maps.get(value.op) if value.op else None
-                if linear is not None:
+            made_of = walk_back(operand.value, maps)
+            projections = [maps[value.op] for value in made_of if value.op in maps]
+            for linear in projections:
+                others = [o.output.tensor for o in projections if o is not linear]
+                with stopped_at(others):  # of two maps in a row, the last one makes the heads
                     _label_projection(number, role, operand, linear, maps, weights, biases)
         for linear in consumers_of(call.output.value, graph, maps, calls):
             _label_output(number, call.output, linear, maps, weights, outputs)

@@ -20,6 +20,7 @@ from blockopt.blocks.watch.linear_maps import (
     linear_maps,
     parameters_of,
 )
+from blockopt.blocks.watch.low_rank import label_factors
 from blockopt.blocks.watch.norms import norm_parameters
 from blockopt.blocks.watch.storage_order import row_layout
 
@@ -41,7 +42,8 @@ def layouts_of_pass(
         maps = linear_maps(graph)
         calls = attention_calls(graph, maps)
         weights, biases, outputs = label_attention(graph, maps, calls)
-        made, taking = weights.layouts(), outputs.layouts()
+        factors = label_factors(graph, maps, weights.layouts(), weights)
+        made, taking = factors | weights.layouts(), outputs.layouts()
         attention: Layouts = {
             **_as_biases(biases.layouts()),
             **taking,

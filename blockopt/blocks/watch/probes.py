@@ -169,7 +169,8 @@ def strong(squares: Callable[[int], Tensor]) -> Tensor:
         return fed
     total = sum((squares(draw) for draw in range(1, _DRAWS)), total)
     strongest = total.amax(dim=0)
-    return (total >= _STRONGEST**2 * strongest) & counts
+    strictly = (total >= _STRONGEST**2 * strongest) & counts
+    return strictly if _are_heads(strictly) else fed
 
 
 def _are_heads(fed: Tensor) -> bool:
