@@ -431,6 +431,118 @@ MULTI_QUERY = {
 }
 
 
+class Latent(nn.Module):
+    """Queries, keys and values through narrow maps; a part of each key is shared by all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qa, self.qb = nn.Linear(D, 5, bias=False), nn.Linear(5, H * 6, bias=False)
+        self.kva, self.kvb = nn.Linear(D, 7 + 2, bias=False), nn.Linear(7, H * 9, bias=False)
+        self.n, self.out = nn.RMSNorm(7), nn.Linear(H * 5, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qb(self.qa(x)).unflatten(-1, (H, 6)).transpose(1, 2)
+        narrow, shared = self.kva(x).split([7, 2], dim=-1)
+        k, v = self.kvb(self.n(narrow)).unflatten(-1, (H, 9)).transpose(1, 2).split([4, 5], dim=-1)
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, H, -1, -1)], dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+LATENT = {
+    "qa.weight": whole("query"),
+    "qb.weight": by_head("query", size=H * 6),
+    "kva.weight": cut(0, value=(7, 1), key=(2, 1)),
+    "kvb.weight": cut(0, repeat=H, key=(4, 1), value=(5, 1)),
+    "n.weight": whole("norm"),
+    "out.weight": by_head("output", dim=1, size=H * 5),
+}
+
+
+class Gated(nn.Module):
+    """A gate for each head beside its query, layer norms over all heads, and `F.glu`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qg, self.kv, self.back = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.nq, self.nk = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.wide, self.thin = nn.Linear(D, 2 * HIDDEN), nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, gate = self.qg(x).view(B, T, H, 2, DH).unbind(3)
+        k, v = self.kv(x).chunk(2, dim=-1)
+        q, k = self.nq(q.flatten(2)), self.nk(k)
+        q, k, v = (y.view(B, T, H, DH).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.back((y * gate.sigmoid()).flatten(2))
+        return x + self.thin(F.glu(self.wide(x)))
+
+
+GATED = {
+    **with_bias("qg", cut(0, repeat=H, query=(DH, 1), gate=(DH, 1))),
+    **with_bias("kv", cut(0, key=(D, H), value=(D, H))),
+    **norm("nq"),
+    **norm("nk"),
+    **with_bias("back", by_head("output", dim=1), whole_bias=True),
+    **with_bias("wide", cut(0, mlp_in=(HIDDEN, HIDDEN), mlp_gate=(HIDDEN, HIDDEN))),
+    **with_bias("thin", rows("mlp_out", D)),
+}
+
+
+class Convolved(nn.Module):
+    """A short convolution over time between each projection and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.z = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.mixing = nn.Conv1d(3 * D, 3 * D, 3, padding=2, groups=3 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mixing(self.m(x).mT)[..., :T].mT
+        q, k, v = mixed.unflatten(-1, (3, H, DH)).permute(2, 0, 3, 1, 4)
+        return x + self.z(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+CONVOLVED = {
+    "m.weight": cut(0, query=(D, H), key=(D, H), value=(D, H)),
+    "z.weight": by_head("output", dim=1),
+    "mixing.weight": whole("other"),
+    "mixing.bias": whole("bias"),
+}
+
+
+class Experts(nn.Module):
+    """Attention of one head, then two of four experts for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.o = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.choose = nn.Linear(D, 4, bias=False)
+        self.first, self.second = matrix(4, D, 2 * HIDDEN), matrix(4, HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.w(x).chunk(3, dim=-1)
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v))
+        flat = x.flatten(0, 1)
+        weights, chosen = self.choose(flat).softmax(dim=-1).topk(2)
+        total = torch.zeros_like(flat)
+        for expert in range(4):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, inside = (flat[token] @ self.first[expert]).chunk(2, dim=-1)
+            y = (F.silu(gate) * inside) @ self.second[expert]
+            total = total.index_add(0, token, y * weights[token, place, None])
+        return x + total.view_as(x)
+
+
+EXPERTS = {
+    "w.weight": cut(0, query=(D, 1), key=(D, 1), value=(D, 1)),
+    "o.weight": by_head("output", dim=1, heads=1),
+    "choose.weight": rows("router", 4),
+    "first": Blocks(("mlp_gate", "mlp_in"), None, Split(2, (HIDDEN,) * 2, (HIDDEN,) * 2, stack=4)),
+    "second": Blocks(("mlp_out",), None, Split(2, (D,), (D,), stack=4)),
+}
+
+
 def memory() -> tuple[Tensor, Tensor]:
     return features(), features().flip(1)[:, :3]
 
@@ -453,6 +565,10 @@ RESEARCH = {
     "convolutions": (Convolutions, image, CONVOLUTIONS),
     "parametrized": (Parametrized, features, PARAMETRIZED),
     "multi-query": (MultiQuery, features, MULTI_QUERY),
+    "latent": (Latent, features, LATENT),
+    "gated": (Gated, features, GATED),
+    "convolved": (Convolved, features, CONVOLVED),
+    "experts": (Experts, features, EXPERTS),
 }
 
 

@@ -49,6 +49,8 @@ def layouts_of_pass(
             **taking,
             **made,
         }
+        for linear in maps.values():
+            attention |= _biases_like(linear, made, graph)
         if not per_head:
             attention = {p: _without_heads(layout) for p, layout in attention.items()}
         found: Layouts = dict(attention)
@@ -104,6 +106,19 @@ def _as_biases(layouts: Layouts) -> Layouts:
         for bias, layout in layouts.items()
         if isinstance(layout, Layout)
     }
+
+
+def _biases_like(linear: LinearMap, made: Layouts, graph: ForwardGraph) -> Layouts:
+    """Layouts of the biases of one dimension, which are cut like the outputs of their weight."""
+    found: Layouts = {}
+    for parameter in parameters_of(linear.weight, graph):
+        layout = made.get(parameter)
+        if isinstance(layout, Layout) and layout.split and layout.split.stack == 1:
+            split = layout.split._replace(dim=0)
+            for bias in _whole_biases(linear, graph):
+                if bias.shape[0] == split.length:
+                    found[bias] = Layout(("bias",) * len(layout.roles), split)
+    return found
 
 
 def _without_heads(layout: Layout | Ambiguity) -> Layout | Ambiguity:
