@@ -1,9 +1,13 @@
 """What the blocks of a model are, and how they are grouped and shown."""
 
+from blockopt.blocks.attention import is_attention
 from blockopt.blocks.blocks import MATRIX_ROLES, ROLES, ROW_ROLES, Blocks, from_plain, to_plain
 from blockopt.blocks.describe import describe
-from blockopt.blocks.find import checked_blocks, find_blocks, param_groups
+from blockopt.blocks.find import checked_blocks, find_blocks
 from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
+from blockopt.blocks.linear_maps import is_named, read_linear
+from blockopt.blocks.overrides import UnknownBlocksError, parse_override
+from blockopt.blocks.param_groups import param_groups
 from blockopt.blocks.split import (
     Split,
     block_numel,
@@ -21,6 +25,7 @@ __all__ = [
     "Blocks",
     "Level",
     "Split",
+    "UnknownBlocksError",
     "block_groups",
     "block_numel",
     "block_sum",
@@ -32,8 +37,12 @@ __all__ = [
     "expand_along",
     "find_blocks",
     "from_plain",
+    "is_attention",
+    "is_named",
     "param_groups",
+    "parse_override",
     "per_block",
+    "read_linear",
     "sum_groups",
     "to_plain",
 ]

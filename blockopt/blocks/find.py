@@ -8,22 +8,42 @@ everything else in blockopt works on what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from blockopt.blocks import layouts
-from blockopt.blocks.blocks import ROW_ROLES, Blocks, to_plain
-from blockopt.blocks.known_modules import HEAD_NAMES, POSITION_NAMES, TOKEN_NAMES
-from blockopt.blocks.layouts import Ambiguity, Layout, Linear
-from blockopt.blocks.watch import layouts_of_pass, reconcile
-from blockopt.checks import check_choice, check_range
-
-_EXAMPLE_HELPS = (
-    " Or pass example=batch, what the model is called with, to see it in one forward pass."
+from blockopt.blocks.adapters import adapter_layouts, peft_config
+from blockopt.blocks.attention import attention_layouts
+from blockopt.blocks.blocks import ROW_ROLES, Blocks
+from blockopt.blocks.ends import (
+    embedding_layouts,
+    free_parameter_layouts,
+    head_layouts,
+    input_layouts,
+    is_vector,
+    norm_layouts,
 )
+from blockopt.blocks.experts import expert_layouts, num_experts, router_layouts
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, ambiguous, whole_layouts
+from blockopt.blocks.linear_maps import (
+    WRAPPERS,
+    direct_maps,
+    is_called_attention,
+    type_words,
+    unwrapped,
+    words,
+)
+from blockopt.blocks.mlps import mlp_layouts
+from blockopt.blocks.overrides import UnknownBlocksError, match_overrides
+from blockopt.blocks.recurrent import recurrent_layouts
+from blockopt.blocks.watch import layouts_of_pass, reconcile
+
+MOST_OTHER = 0.05  # share of the weights that may be `other` without a warning
+_warned: WeakSet[nn.Module] = WeakSet()
 
 
 def find_blocks(
@@ -36,25 +56,33 @@ def find_blocks(
 ) -> dict[str, Blocks]:
     """Assign every trainable parameter of `model` to its Hessian blocks.
 
-    Knows nanoGPT, GPT-2, Llama, Mistral, Qwen, Phi-3, GPT-NeoX, Bloom, Falcon, BERT, ViT
-    (transformers and timm), T5, OPT, `nn.MultiheadAttention` and the `nn.Transformer` layers, also
-    under DDP, FSDP2, PEFT and `torch.compile` wrappers. The rules:
+    Modules are read by their structure: what their linear maps are called within the module, and
+    what follows what by their sizes. `Linear`, `Conv1D`, convolutions over single points, quantized
+    and parametrized weights, and the wrappers of DDP, FSDP2, PEFT and `torch.compile` are all
+    taken for what they are. The rules:
 
     - query, key and value: one block per head (per key-value head under grouped-query attention),
-      fused or not, in any storage order; the output projection is cut by head on its input side;
+      fused or not, in any storage order; the output projection is cut by head on its input side.
+      Of a low-rank projection the second factor is cut, and the first is one block. A map whose
+      result multiplies that of attention is a `gate`. State-space layers and linear attention have
+      the same roles;
     - roles in `per_row`: one block per output unit, that is per row of a `Linear` or `Embedding`
       and per column of a `Conv1D`. The default takes all of them. A row of the embedding or head is
       one token, seen as often as the token occurs, so rows differ in curvature by the token
       frequencies; a row of an MLP is one neuron, and the Hessian of an MLP is nearly block-diagonal
       in its neurons. One number per row costs 1/width of a parameter's memory;
+    - experts are cut like MLPs, each for itself, in one parameter or in many; what chooses among
+      them is a `router`;
+    - adapters (LoRA, DoRA, IA3, prefixes) have the role, the layer and the heads of what they
+      adapt;
     - norms: one block per tensor, weight and bias alike;
     - biases have the role `bias` and are cut like the output side of their weight; a bias that
       follows the sum over heads is one block;
     - a parameter shared by several modules counts once, as `embedding` if one of them is one;
-    - all else, such as convolutions, LoRA factors and the numbered layers of a plain MLP, is
-      `other`, one block per tensor;
-    - a linear map inside a module whose type is named `…Attention` is never `other`: if it is not
-      understood, it raises.
+    - all else, such as convolutions and the numbered layers of a plain MLP, is `other`, one block
+      per tensor. A warning names the modules if that is more than 5 % of the weights;
+    - what is inside attention or a gated MLP and cannot be read in one way raises, with the
+      overrides that settle it.
 
     Frozen parameters are left out.
 
@@ -79,9 +107,10 @@ def find_blocks(
         `{parameter name: Blocks}` in the order of `model.named_parameters()`.
 
     Raises:
-        ValueError: If a parameter can be read in more than one way, if an override fits no
-            parameter or not its shape, if `per_row` holds a role that has no rows, or if the pass
-            on `example` and the names disagree.
+        UnknownBlocksError: If parameters can be read in more than one way. A `ValueError` whose
+            message names all of them, and whose `overrides` fit their shapes.
+        ValueError: If an override fits no parameter or not its shape, or if `per_row` holds a role
+            that has no rows, or if the pass on `example` and the names disagree.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
@@ -97,31 +126,30 @@ def find_blocks(
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-    chosen = _match_overrides(overrides or {}, shapes)
+    chosen = match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
     if example is not None:
         seen = layouts_of_pass(model, example, per_head=per_head, per_row=per_row)
         found = reconcile(found, seen, names, chosen)
     blocks: dict[str, Blocks] = {}
+    unknown: dict[str, Ambiguity] = {}
     for parameter, name in names.items():
         layout = found.get(parameter)
         if name in chosen:
             entry = chosen[name]
         elif isinstance(layout, Ambiguity):
-            pattern = _pattern(name)
-            raise ValueError(
-                f"Cannot tell the blocks of {name!r} of shape {shapes[name]}: {layout.reason}. "
-                f"Pass overrides={{{pattern!r}: {layout.suggestion}}}, or a single role such as "
-                f"{{{pattern!r}: 'other'}}.{'' if example is not None else _EXAMPLE_HELPS}"
-            )
-        elif layout is None:
-            entry = Blocks(("bias",) if name.rsplit(".", 1)[-1] == "bias" else ("other",))
+            unknown[name] = layout
+            continue
         else:
+            layout = layout or _unexplained(name, parameter)
             entry = Blocks(layout.roles, None, layout.split)
         if entry.layer is None:
             entry = entry._replace(layer=_layer(name, lists))
         entry.check(shapes[name])
         blocks[name] = entry
+    if unknown:
+        raise UnknownBlocksError(unknown, shapes, may_watch=example is None)
+    _warn_of_others(model, blocks, shapes, chosen)
     return blocks
 
 
@@ -177,169 +205,135 @@ def _layer(name: str, lists: Collection[str]) -> int | None:
     return next((int(parts[i]) for i in (*inside, *numbers)), None)
 
 
-def _pattern(name: str) -> str:
-    """The name with its layer index replaced by `*`, so that one override serves all layers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def _without_wrappers(name: str) -> str:
-    """The attribute that holds a module, without the wrappers of PEFT and `torch.compile`."""
+    """The path of a module, without the wrappers of PEFT and `torch.compile`."""
     parts = name.split(".")
-    if len(parts) > 2 and parts[-2] == "modules_to_save":
-        parts = parts[:-2]
-    wrappers = ("original_module", "base_layer", "_orig_mod")
-    return next((part for part in reversed(parts) if part not in wrappers), "")
+    if "modules_to_save" in parts[:-1]:
+        start = parts.index("modules_to_save")
+        parts = parts[:start] + parts[start + 2 :]
+    return ".".join(part for part in parts if part not in WRAPPERS)
 
 
-def _match_overrides(
-    overrides: Mapping[str, Blocks | str], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Blocks]:
-    chosen: dict[str, Blocks] = {}
-    for pattern, value in overrides.items():
-        matched = [name for name in shapes if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(
-                f"Invalid overrides key {pattern!r}: it matches no trainable parameter, such as "
-                f"{next(iter(shapes), None)!r}."
-            )
-        for name in matched:
-            blocks = Blocks((value,)) if isinstance(value, str) else Blocks(*value)
-            try:
-                blocks.check(shapes[name])
-            except ValueError as error:
-                raise ValueError(
-                    f"Invalid overrides[{pattern!r}] for {name!r} of shape {shapes[name]}: {error}"
-                ) from None
-            chosen[name] = blocks
-    return chosen
+def _unexplained(name: str, parameter: Tensor) -> Layout:
+    attribute = name.rpartition(".")[2]
+    if "bias" in words(attribute):
+        return Layout(("bias",))
+    is_gain = parameter.ndim == 1 and attribute == "weight"
+    is_gain |= is_vector(parameter) and attribute in ("gamma", "scale")
+    return Layout(("norm",) if is_gain else ("other",))
 
 
-def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) -> layouts.Layouts:
+def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) -> Layouts:
     """Layouts of all parameters that some module explains; earlier rules outrank later ones."""
     modules = dict(model.named_modules())
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    passes: list[layouts.Layouts] = [{}, {}, {}, {}]
+    paths = {name: _without_wrappers(name) for name in modules}
+    ancestors = {name: _ancestors(name, modules) for name in modules}
+    passes: list[Layouts] = [{} for _ in range(5)]
     for name, module in modules.items():
-        attribute = _without_wrappers(name)
-        parent = modules.get(name.rpartition(".")[0]) if name else None
-        passes[0] |= _embedding_layouts(module, attribute, parent, per_row)
-        passes[1] |= layouts.attention_layouts(module, parent, per_head)
-        passes[2] |= layouts.mlp_layouts(module, per_row)
-        passes[3] |= _norm_layouts(module)
-        in_layer = any(part.isdecimal() for part in name.split("."))
-        if module is head or (attribute in HEAD_NAMES and not in_layer):
-            linear = layouts.read_linear(module)
-            if linear:
-                passes[3] |= layouts.rows_layouts(linear, ("head",), per_row)
-    found: layouts.Layouts = {}
+        attribute, around = paths[name].rpartition(".")[2], ancestors[name]
+        parent = around[0] if around else None
+        passes[0] |= embedding_layouts(module, attribute, parent, per_row)
+        passes[1] |= recurrent_layouts(module, per_head)
+        passes[2] |= attention_layouts(module, around, per_head)
+        passes[3] |= expert_layouts(module, per_row)
+        experts = next((n for a in around[:2] if (n := num_experts(a)) is not None), None)
+        passes[4] |= router_layouts(module, attribute, experts, per_row)
+    found = _first_of(passes)
+    mlps: Layouts = {}
+    for name, module in modules.items():
+        if not any(wrapper in module._modules for wrapper in WRAPPERS):
+            mlps |= mlp_layouts(module, paths[name], found.keys(), per_row)
+    found = _first_of([found, mlps, _ends(model, modules, paths, ancestors, per_row)])
+    config = peft_config(model)
+    adapters: Layouts = {}
+    for module in modules.values():
+        adapters |= adapter_layouts(module, found, config)
+    return _unexplained_attention(modules, found) | found | adapters
+
+
+def _first_of(passes: list[Layouts]) -> Layouts:
+    found: Layouts = {}
     for rank in passes:
         found = rank | found
-    return _unexplained_attention(modules, found) | found
-
-
-def _embedding_layouts(
-    module: nn.Module, attribute: str, parent: nn.Module | None, per_row: Collection[str]
-) -> layouts.Layouts:
-    found: layouts.Layouts = {}
-    if isinstance(module, nn.Embedding):
-        role = "position" if attribute in POSITION_NAMES else "embedding"
-        rows = Linear(module.weight, None, 0)
-        found |= layouts.rows_layouts(rows, (role,), per_row)
-    elif "PatchEmbed" in type(parent).__name__ and hasattr(module, "kernel_size"):
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            role = "bias" if parameter_name == "bias" else "embedding"
-            found[parameter] = Layout((role,), None)
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter_name in POSITION_NAMES:
-            found[parameter] = Layout(("position",), None)
-        elif parameter_name in TOKEN_NAMES:
-            found[parameter] = Layout(("embedding",), None)
     return found
 
 
-def _norm_layouts(module: nn.Module) -> layouts.Layouts:
-    if "Norm" not in type(module).__name__:
-        return {}
-    return {p: Layout(("norm",), None) for p in module.parameters(recurse=False) if p.ndim == 1}
+def _ancestors(name: str, modules: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules around a module, the innermost first, without wrappers."""
+    parts = name.split(".") if name else []
+    names = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
+    around = (modules[n] for n in names if n in modules)
+    return tuple(m for m in around if unwrapped(m) is m and not _is_store(m))
 
 
-def _unexplained_attention(
-    modules: dict[str, nn.Module], found: layouts.Layouts
-) -> layouts.Layouts:
-    """Linear maps held by a module named `…Attention` that no rule explained."""
-    unexplained: layouts.Layouts = {}
+def _is_store(module: nn.Module) -> bool:
+    """Whether a module is the dictionary in which PEFT keeps what it trains as a whole."""
+    return isinstance(module, nn.ModuleDict) and not len(module)
+
+
+def _ends(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    paths: dict[str, str],
+    ancestors: dict[str, tuple[nn.Module, ...]],
+    per_row: Collection[str],
+) -> Layouts:
+    """What stands around the layers."""
+    getters = ("get_output_embeddings", "get_classifier")
+    heads = [getattr(model, getter, lambda: None)() for getter in getters]
+    heads = [head for head in heads if isinstance(head, nn.Module)]
+    found: Layouts = {}
+    norms: Layouts = {}
+    inputs: Layouts = {}
+    for name, module in modules.items():
+        is_head = any(module is head for head in heads)
+        parent = ancestors[name][0] if ancestors[name] else None
+        found |= head_layouts(module, paths[name], is_head, per_row)
+        inputs |= input_layouts(module, paths[name], parent, per_row)
+        norms |= free_parameter_layouts(module) | norm_layouts(module)
+    return inputs | norms | found
+
+
+def _unexplained_attention(modules: dict[str, nn.Module], found: Layouts) -> Layouts:
+    """Linear maps held by a module named `…Attention` of which no rule explained any."""
+    unexplained: Layouts = {}
     for module in modules.values():
-        if "Attention" in type(module).__name__:
-            for attribute, _ in module.named_children():
-                linear = layouts.find_linear(module, attribute)
-                if linear and linear.weight not in found:
-                    reason = f"{type(module).__name__}.{attribute} is a projection we do not know"
-                    unexplained[linear.weight] = Ambiguity(reason, "Blocks(roles=(...), split=...)")
+        if is_called_attention(module):
+            maps = direct_maps(module)
+            if any(linear.weight in found for linear in maps.values()):
+                continue
+            for attribute, linear in maps.items():
+                if "gated" in type_words(module):
+                    unexplained |= whole_layouts(linear, "gate")
+                    continue
+                reason = f"{type(module).__name__}.{attribute} is a projection we do not know"
+                unexplained |= ambiguous(linear, reason, Layout(("other",)))
     return unexplained
 
 
-def param_groups(
+def _warn_of_others(
     model: nn.Module,
-    blocks: Mapping[str, Blocks] | None = None,
-    *,
-    weight_decay: float | None = None,
-    by: Literal["role", "parameter"] = "role",
-    only: Iterable[Tensor] | None = None,
-    example: Any = None,
-) -> list[dict[str, Any]]:
-    """Return parameter groups that carry the blocks of `model`, for any optimizer.
-
-    Every group holds plain data only, so that `torch.load(weights_only=True)`, `accelerate` and
-    FSDP2 take it.
-
-    Args:
-        model: Any module.
-        blocks: What `find_blocks(model)` returns, with your own options; found here by default.
-        weight_decay: For tensors of two or more dimensions other than norms and biases, which get
-            0. None leaves it to the optimizer.
-        by: "role" for one group per role (a fused matrix is a role of its own), or "parameter" for
-            one group per parameter, which optimizers other than blockopt's need.
-        only: Leave out all other parameters, as for those that start to train later; see
-            `add_param_group` of the optimizers.
-        example: What the model is called with, as for `find_blocks`: the blocks are then found with
-            the help of one forward pass. Not together with `blocks`.
-
-    Returns:
-        Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
-        `weight_decay` where set.
-
-    Raises:
-        ValueError: If `blocks` does not cover the trainable parameters exactly, or if both `blocks`
-            and `example` are given.
-
-    Example:
-        >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
-        >>> [group["role"] for group in param_groups(model)]
-        ['query+key+value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
-    """
-    check_choice("by", by, ("role", "parameter"))
-    if weight_decay is not None:
-        check_range("weight_decay", weight_decay)
-    if blocks is not None and example is not None:
-        raise ValueError("Got both blocks and example. Pass find_blocks(model, example=…) alone.")
-    if example is not None:
-        blocks = find_blocks(model, example=example)
-    blocks = checked_blocks(model, blocks)
-    parameters = dict(model.named_parameters())
-    wanted = set(parameters.values() if only is None else only)
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for name, entry in blocks.items():
-        parameter = parameters[name]
-        if parameter not in wanted:
-            continue
-        role = "+".join(dict.fromkeys(entry.roles))
-        decayed = parameter.ndim >= 2 and not {"norm", "bias"} & set(entry.roles)
-        key = (role if by == "role" else name, decayed)
-        group = groups.setdefault(key, {"params": [], "blocks": [], "role": role})
-        if not decayed:
-            group["weight_decay"] = 0.0
-        elif weight_decay is not None:
-            group["weight_decay"] = weight_decay
-        group["params"].append((name, parameter))
-        group["blocks"].append(to_plain(entry))
-    return list(groups.values())
+    blocks: Mapping[str, Blocks],
+    shapes: Mapping[str, tuple[int, ...]],
+    chosen: Collection[str],
+) -> None:
+    """Say once for a model that much of it has no role."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    others = [n for n, b in blocks.items() if b.roles == ("other",) and n not in chosen]
+    share = sum(sizes[name] for name in others) / max(1, sum(sizes.values()))
+    if share <= MOST_OTHER or model in _warned:
+        return
+    _warned.add(model)
+    kinds: dict[str, int] = {}
+    for name in others:
+        holder = model.get_submodule(name.rpartition(".")[0])
+        kinds[type(holder).__name__] = kinds.get(type(holder).__name__, 0) + sizes[name]
+    largest = sorted(kinds, key=kinds.__getitem__, reverse=True)[:3]
+    example = max(others, key=sizes.__getitem__)
+    warnings.warn(
+        f"{share:.0%} of the weights of {type(model).__name__} have no role in a transformer, most "
+        f"of them in {', '.join(largest)}, such as {example!r}. They are `other`: BlockMuon takes "
+        "AdamW for them, and BlockLR gives all of them one scale. If they have a role, say so: "
+        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}}).",
+        stacklevel=3,
+    )

@@ -1,66 +1,108 @@
-"""The names under which known modules hold their projections, head counts, embeddings and heads."""
+"""What names say about a linear map, and the few layouts that neither names nor sizes tell."""
 
 from __future__ import annotations
 
-SEPARATE_PROJECTIONS = (
-    ("q_proj", "k_proj", "v_proj"),  # Llama, Mistral, Qwen, OPT, GPT-J, ViT
-    ("query", "key", "value"),  # BERT
-    ("q", "k", "v"),  # T5
-    ("q_lin", "k_lin", "v_lin"),  # DistilBERT
-    ("to_q", "to_k", "to_v"),  # diffusers
-    ("wq", "wk", "wv"),  # Llama reference code, torchtitan
-)
-# Fused projections stored as all queries, then all keys, then all values.
-CONTIGUOUS_PROJECTIONS = ("c_attn", "qkv_proj", "qkv", "Wqkv")
-# Fused projections stored group by group: the query heads that share a key, the key, its value.
-GROUPED_PROJECTIONS = {"query_key_value": ("GPTNeoXAttention", "BloomAttention", "FalconAttention")}
-# Types that store a fused matrix head by head, or in an order of their own.
-INTERLEAVED_TYPES = ("MiniMaxLightningAttention",)
-UNKNOWN_ORDER_TYPES = ("CodeGenAttention",)
-OUTPUT_PROJECTIONS = (
-    *("o_proj", "out_proj", "c_proj", "dense", "proj"),
-    *("o", "out_lin", "to_out", "wo", "Wo"),
-)
+# What a word in the name of a map of attention says that it makes. Several words add up, so that
+# `query_key_value` and `qkv` are the same.
+ATTENTION_WORDS = {
+    **dict.fromkeys(("q", "query", "queries", "wq", "receptance"), "q"),
+    **dict.fromkeys(("k", "key", "keys", "wk"), "k"),
+    **dict.fromkeys(("v", "value", "values", "wv"), "v"),
+    **dict.fromkeys(("kv", "wkv"), "kv"),
+    "qk": "qk",
+    **dict.fromkeys(("qkv", "wqkv"), "qkv"),
+    "qkvz": "qkvz",
+}
+ATTENTION_ROLES = {"q": "query", "k": "key", "v": "value", "z": "gate"}
+# Names of a fused query, key and value that have no such word.
+FUSED_NAMES = ("c_attn", "att_proj", "attn_proj", "in_proj")
+OUTPUT_WORDS = {
+    "o",
+    "out",
+    "output",
+    "wo",
+    "proj",
+    "projection",
+    "dense",
+    "post",
+    "final",
+    "linear",
+}
+GATE_WORDS = {
+    "gate",
+    "g",
+    "z",
+    "beta",
+    "alpha",
+    "a",
+    "b",
+    "ba",
+    "f",
+    "dt",
+    "ogate",
+    "igate",
+    "fgate",
+}
+POSITION_WORDS = {
+    *("pos", "position", "positions", "positional", "relative", "rel", "rpe", "wpe", "r"),
+    *("temporal", "time"),
+}
 
-NUM_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
+# Attention that stores a fused query, key and value group by group: the query heads that share a
+# key, that key, its value. All others are taken to store all queries, all keys, all values.
+GROUPED_TYPES = (
+    *("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"),
+    *("MiniMaxLightningAttention", "DisentangledSelfAttention"),
+)
+# Attention whose query projection holds a gate too: in each head the query, then the gate.
+GATED_QUERY_TYPES = ("Qwen3NextAttention",)
+# These names are in use for both orders.
+UNKNOWN_ORDER_NAMES = ("query_key_value",)
+
+HEADS_WORDS = {"head", "heads", "nhead", "nheads"}
+NOT_HEADS_WORDS = {
+    *("dim", "size", "channels", "width", "kv", "key", "value", "k", "v", "groups", "mask"),
+    *("states", "hidden", "bias", "query", "index", "ratio", "scale", "split", "layers"),
+}
+HEADS_LETTERS = ("h", "nh", "n_h", "H")
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "groups")
 NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
-HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-
-MLP_PROJECTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
-    # Llama, Mistral, Qwen
-    {"gate_proj": ("mlp_gate",), "up_proj": ("mlp_in",), "down_proj": ("mlp_out",)},
-    {"gate_up_proj": ("mlp_gate", "mlp_in"), "down_proj": ("mlp_out",)},  # Phi-3
-    {"wi_0": ("mlp_gate",), "wi_1": ("mlp_in",), "wo": ("mlp_out",)},  # T5 v1.1
-    {"w1": ("mlp_gate",), "w3": ("mlp_in",), "w2": ("mlp_out",)},  # Llama reference code
-    {"wi": ("mlp_in",), "wo": ("mlp_out",)},  # T5
-    {"c_fc": ("mlp_in",), "c_proj": ("mlp_out",)},  # GPT-2, nanoGPT
-    {"up_proj": ("mlp_in",), "down_proj": ("mlp_out",)},
-    {"fc1": ("mlp_in",), "fc2": ("mlp_out",)},  # OPT, ViT, timm
-    {"fc_in": ("mlp_in",), "fc_out": ("mlp_out",)},  # GPT-J
-    {"lin1": ("mlp_in",), "lin2": ("mlp_out",)},  # DistilBERT
-    {"linear1": ("mlp_in",), "linear2": ("mlp_out",)},  # the layers of nn.Transformer
-    {"dense_h_to_4h": ("mlp_in",), "dense_4h_to_h": ("mlp_out",)},  # GPT-NeoX, Bloom, Falcon
-    {"intermediate.dense": ("mlp_in",), "output.dense": ("mlp_out",)},  # BERT
-    {"intermediate_dense": ("mlp_in",), "output_dense": ("mlp_out",)},  # HuBERT, wav2vec2
-    {"ffn": ("mlp_in",), "ffn_output": ("mlp_out",)},  # ALBERT
-    {"linear_fc1": ("mlp_in",), "linear_fc2": ("mlp_out",)},  # Qwen-VL
-    {"Wi": ("mlp_gate", "mlp_in"), "Wo": ("mlp_out",)},  # ModernBERT
+HEAD_DIM = (
+    *("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "qk_head_dim"),
+    *("dim_head", "head_dims", "d_head", "d_kv"),
 )
 
-# Experts stacked in one tensor, (experts, out, in): one block per expert.
-EXPERT_PROJECTIONS = {
-    "gate_up_proj": "mlp_in",
-    "up_proj": "mlp_in",
-    "gate_proj": "mlp_gate",
-    "down_proj": "mlp_out",
+# Gate and input of a gated MLP, where no name says "gate": act(gate(x)) * input(x).
+GATE_AND_INPUT = (
+    ("w1", "w3"),  # Llama's reference code
+    ("wi_0", "wi_1"),  # T5 v1.1
+    ("w_0", "w_1"),  # CPM-Ant
+    ("fc1_g", "fc1_x"),  # timm's SwiGLU
+    ("linear_y", "linear_x"),  # RecurrentGemma
+    ("linear_fc1_0", "linear_fc1_1"),
+)
+# One map for both: the order of its halves, by type first, then by name.
+GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")
+INPUT_FIRST_TYPES = ("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP")
+GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g"}
+OUT_WORDS_OF_MLP = {"down", "out", "output", "wo", "o"}
+MLP_TYPE_WORDS = {
+    *("mlp", "ffn", "feed", "ff", "feedforward", "intermediate", "glu", "swiglu", "expert"),
+    *("projector", "merger", "connector", "adapter", "dense", "mixer"),
 }
 
-POSITION_NAMES = {
-    *("wpe", "position_embeddings", "position_embedding", "positional_embedding"),
-    *("embed_positions", "pos_embed", "pos_embedding", "pos_emb", "relative_attention_bias"),
+EMBEDDING_WORDS = {"embedding", "embeddings", "embed", "embedder", "emb", "patch", "stem", "wte"}
+TOKEN_WORDS = {
+    *("token", "tokens", "cls", "probe", "latent", "latents", "prompt", "prompts", "register"),
+    *("registers", "query", "queries", "mask", "embedding", "embeddings", "embed", "emb"),
 }
-TOKEN_NAMES = {"cls_token", "class_token", "mask_token", "reg_token", "dist_token"}
+HEAD_WORDS = {
+    *("head", "heads", "classifier", "classifiers", "score", "unembed", "logits", "predictor"),
+    *("loss", "classification", "unembedding"),
+}
 HEAD_NAMES = {
-    *("lm_head", "head", "head_dist", "classifier", "score"),
-    *("embed_out", "qa_outputs", "decoder", "unembed"),
+    *("decoder", "embed_out", "qa_outputs", "vocab_projector", "seq_relationship", "output"),
+    "output_projection",
 }
+# The time constants of state-space and linear-attention layers.
+TIME_CONSTANTS = {"A_log", "D", "A", "dt_bias", "dt_proj", "time_decay", "time_first", "time_faaaa"}

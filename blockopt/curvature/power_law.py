@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import Blocks, block_numel, checked_blocks, layouts
+from blockopt.blocks import Blocks, block_numel, checked_blocks, read_linear
 from blockopt.measure.closures import Curvature, block_dots, trainable_parameters
 
 # The papers' powers of the input's root mean square, for attention and MLP without norms inside.
@@ -113,7 +113,9 @@ def _sublayers(
     They are those of the smallest module around it that holds all its partners, or else of the
     largest module that holds no other query or MLP input.
     """
-    matrices = {name: b for name, b in blocks.items() if parameters[name].ndim > 1}
+    # The law is one of whole weights, which the factors of an adapter are not.
+    whole = (name for name in blocks if parameters[name].ndim > 1 and "lora_" not in name)
+    matrices = {name: blocks[name] for name in whole}
     roles = {name: set(b.roles) & EXPONENTS.keys() for name, b in matrices.items()}
     layers = []
     for start, partners in (("query", {"key", "value", "output"}), ("mlp_in", {"mlp_out"})):
@@ -149,7 +151,7 @@ def _weights(
     if role.startswith("mlp"):  # all rows share the gain; there are more hidden units than inputs
         width = float(sizes.sum()) / min(shape[-2:])
         return _RoleWeights(name, mask, (squares.sum() / width).expand(len(squares)), width)
-    linear = layouts.read_linear(model.get_submodule(name.rpartition(".")[0]))
+    linear = read_linear(model.get_submodule(name.rpartition(".")[0]))
     out_dim = 0 if linear is None else linear.out_dim
     heads_dim = split.dim if split is not None else 1 - out_dim if role == "output" else out_dim
     widths = sizes * shape[heads_dim] / parameter.numel()
@@ -164,12 +166,15 @@ def _attention_gains(layer: Layer) -> dict[str, Tensor]:
         for role in ("query", "key", "value", "output")
     }
     heads = max(len(gain) for gain in gains.values())
-    query, key, value, output = (g.repeat_interleave(heads // len(g)) for g in gains.values())
+    query, key, value, output = (_spread(gain, heads) for gain in gains.values())
 
     def by_head(values: Tensor, role: str) -> Tensor:
         user = "output" if role == "value" and "output" in layer else "query"
         sharing = layer[user].width / layer[role].width if role in ("key", "value") else 1.0
-        return sharing * values.view(len(gains[role]), -1).mean(1)
+        number = len(gains[role])
+        if heads % number:
+            return sharing * values.mean().expand(number)
+        return sharing * values.view(number, -1).mean(1)
 
     laws = {
         "query": key * value * output,
@@ -178,6 +183,13 @@ def _attention_gains(layer: Layer) -> dict[str, Tensor]:
         "output": value,
     }
     return {role: by_head(values, role) for role, values in laws.items() if role in layer}
+
+
+def _spread(gain: Tensor, heads: int) -> Tensor:
+    """One gain per head; their mean if the heads of a role are no groups of the others."""
+    if heads % len(gain):
+        return gain.mean().expand(heads)
+    return gain.repeat_interleave(heads // len(gain))
 
 
 def _mlp_gains(layer: Layer, s: float) -> dict[str, Tensor]:

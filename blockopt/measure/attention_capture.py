@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from blockopt.blocks import layouts
+from blockopt.blocks import is_attention, read_linear
 
 _SDPA = F.scaled_dot_product_attention
 # The argument that the keys of cross-attention come from, in transformers, diffusers and torch.
@@ -258,14 +258,14 @@ def _in_backward() -> bool:
 
 def _holds_query(module: nn.Module) -> bool:
     """Whether a module holds the query projection of a known attention, frozen or not."""
-    return bool(layouts.attention_layouts(module, None, per_head=False))
+    return is_attention(module)
 
 
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module must be seen to attend: known attention, or what `find_blocks` refuses."""
     if _holds_query(module):
         return True
-    linear = (layouts.find_linear(module, name) for name, _ in module.named_children())
+    linear = (read_linear(child) for child in module.children())
     return "Attention" in type(module).__name__ and any(linear)
 
 

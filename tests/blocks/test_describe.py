@@ -246,7 +246,9 @@ def test_a_model_that_cannot_be_read_in_one_way_fails_with_the_finders_message(
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_config", lambda config: StrangeAttention()
     )
-    with pytest.raises(SystemExit, match=r"Cannot tell the blocks of 'mixer\.weight'"):
+    with pytest.raises(
+        SystemExit, match=r"Cannot tell the blocks of a parameter:\n  'mixer\.weight'"
+    ):
         main(["describe", str(config_folder)])
 
 

@@ -31,8 +31,9 @@ BY_HEAD = [
 
 
 def test_unknown_storage_order_raises():
-    attention = module("CodeGenAttention", HEADS, qkv_proj=linear(16, 48), out_proj=linear())
-    with pytest.raises(ValueError, match=r"qkv_proj\.weight.*interleaved by head.*overrides="):
+    fused = {"query_key_value": linear(16, 48), "dense": linear()}
+    attention = module("StrangeAttention", HEADS, **fused)
+    with pytest.raises(ValueError, match=r"query_key_value\.weight.*interleaved by head"):
         find_blocks(attention)
 
 

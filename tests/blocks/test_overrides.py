@@ -1,11 +1,14 @@
 """What the block finder refuses to guess, and the options that settle it."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from blockopt import Blocks, Split, find_blocks
-from blockopt.blocks import ROW_ROLES
+from blockopt.blocks import ROW_ROLES, UnknownBlocksError, parse_override
+from blockopt.blocks.overrides import as_text
 from tests.helpers.expected_blocks import EXPECTED, cut
 from tests.helpers.models import CAUSAL, FAMILIES
 
@@ -81,10 +84,54 @@ def test_what_cannot_be_read_in_one_way_raises_and_names_the_override(module_cla
     with pytest.raises(ValueError, match="Cannot tell the blocks of") as error:
         find_blocks(model_with(module_class))
     message = str(error.value)
-    assert f"'layers.0.part.{attribute}.weight'" in message
-    assert f"of shape {shape}" in message
-    assert f"Pass overrides={{'layers.*.part.{attribute}.weight': Blocks(roles=" in message
+    assert f"'layers.0.part.{attribute}.weight' of shape {shape} and 1 like it: " in message
+    assert f"Pass overrides={{\n    'layers.*.part.{attribute}.weight': " in message
     assert module_class.__name__ in message
+
+
+@pytest.mark.parametrize("module_class", AMBIGUOUS)
+def test_the_overrides_of_the_message_can_be_pasted_and_work(module_class):
+    model = model_with(module_class)
+    with pytest.raises(UnknownBlocksError) as error:
+        find_blocks(model)
+    pasted = re.search(r"overrides=(\{.*?\n\})", str(error.value), re.DOTALL)[1]
+    overrides = eval(pasted, {"Blocks": Blocks, "Split": Split})
+    found = find_blocks(model, overrides=overrides)
+    assert found == find_blocks(model, overrides=error.value.overrides)
+    assert found.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("module_class", AMBIGUOUS)
+def test_commands_take_the_same_overrides_as_text(module_class):
+    with pytest.raises(UnknownBlocksError) as error:
+        find_blocks(model_with(module_class))
+    for name, blocks in error.value.overrides.items():
+        assert parse_override(as_text(name, blocks)) == (name, blocks)
+
+
+def test_all_that_cannot_be_told_is_in_one_message():
+    model = nn.ModuleList([FusedAttention(), StrangeAttention(), FusedGateMLP()])
+    with pytest.raises(UnknownBlocksError, match="Cannot tell the blocks of 3 parameters") as error:
+        find_blocks(model)
+    names = {"*.query_key_value.weight", "*.mixer.weight", "*.fc1.weight"}
+    assert error.value.overrides.keys() == names
+
+
+def test_an_override_for_layers_of_unequal_sizes_names_each():
+    model = nn.ModuleList([FusedAttention(), FusedAttention()])
+    model[1].query_key_value, model[1].dense = nn.Linear(16, 48), nn.Linear(16, 16)
+    with pytest.raises(UnknownBlocksError) as error:
+        find_blocks(model)
+    assert error.value.overrides.keys() == {f"{i}.query_key_value.weight" for i in (0, 1)}
+    assert find_blocks(model, overrides=error.value.overrides)["1.dense.weight"].num_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["weight", "w=attention", "w=query:0/4", "=query", "w=query+key:0/a/b", "w="]
+)
+def test_a_text_of_another_form_raises(text):
+    with pytest.raises(ValueError, match=r"Invalid override .* Must be NAME=ROLE"):
+        parse_override(text)
 
 
 @pytest.mark.parametrize("module_class", AMBIGUOUS)

@@ -36,10 +36,11 @@ def test_param_groups_hold_every_parameter_once_with_its_blocks(name, by):
 
 @pytest.mark.parametrize("by", ["role", "parameter"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weight_decay_is_for_matrices_that_are_neither_norm_nor_bias(name, by):
+def test_weight_decay_is_for_matrices_that_are_neither_norm_bias_nor_position(name, by):
     for group in param_groups(FAMILIES[name](), weight_decay=0.3, by=by):
         for (_, parameter), (roles, _, _) in zip(group["params"], group["blocks"]):
-            decays = parameter.ndim >= 2 and roles[0] not in ("norm", "bias")
+            is_matrix = parameter.squeeze().ndim >= 2  # a class token is a vector
+            decays = is_matrix and roles[0] not in ("norm", "bias", "position")
             assert group["weight_decay"] == (0.3 if decays else 0.0)
 
 

@@ -190,9 +190,11 @@ EXPECTED = {
     "mixtral": llama(
         {
             **llama_layer(),
-            "mlp.gate.weight": whole("other"),
-            "mlp.experts.gate_up_proj": cut(0, mlp_in=(3, 3)),
-            "mlp.experts.down_proj": cut(0, mlp_out=(3, 3)),
+            "mlp.gate.weight": rows("router", 3),
+            "mlp.experts.gate_up_proj": Blocks(
+                ("mlp_gate", "mlp_in"), None, Split(1, (24, 24), (24, 24), stack=3)
+            ),
+            "mlp.experts.down_proj": Blocks(("mlp_out",), None, Split(1, (16,), (16,), stack=3)),
         }
     ),
     "gpt_neox": {
@@ -334,11 +336,16 @@ EXPECTED = {
     ),
     "lora-gpt2": in_layers(
         "base_model.model.transformer.h.{}.attn.c_attn.",
-        {"lora_A.default.weight": whole("other"), "lora_B.default.weight": whole("other")},
+        {"lora_A.default.weight": whole("value"), "lora_B.default.weight": fused()},
     ),
     "lora-llama": in_layers(
         "base_model.model.model.layers.{}.self_attn.",
-        {f"{p}_proj.lora_{factor}.default.weight": whole("other") for p in "qv" for factor in "AB"},
+        {
+            "q_proj.lora_A.default.weight": whole("query"),
+            "q_proj.lora_B.default.weight": cut(0, query=(16, 4)),
+            "v_proj.lora_A.default.weight": whole("value"),
+            "v_proj.lora_B.default.weight": cut(0, value=(8, 2)),
+        },
     ),
     "mlp": {
         f"layers.{i}.{name}": Blocks((role,), i)
@@ -370,5 +377,7 @@ def section_roles(name, blocks):
     if attribute in BIASES_OF_TORCH:
         return BIASES_OF_TORCH[attribute]
     weight = blocks.get(f"{module}.weight") if attribute == "bias" else blocks[name]
+    if "lora_A" in name:  # feeds all heads, and all of what is fused
+        return None
     known = weight is not None and set(weight.roles) <= {"query", "key", "value"}
     return weight.roles if known else None

@@ -60,7 +60,7 @@ class ParameterLabels:
             if labels is not None:
                 dim, along = labels
                 found[parameter] = (
-                    _stack(along, dim, parameter) or layout_of(along, dim) or _no_order(along, dim)
+                    _stack(along, dim, parameter) or layout_of(along, dim) or _no_order(along)
                 )
         return found
 
@@ -96,12 +96,9 @@ def _stack(labels: list[Label], dim: int, parameter: Tensor) -> Layout | None:
     return Layout((*roles,), Split(1, (parameter.shape[1],), (1,), stack=len(labels)))
 
 
-def _no_order(labels: list[Label], dim: int) -> Ambiguity:
-    roles = tuple(dict.fromkeys(label.role for label in labels))
-    return Ambiguity(
-        "in the forward pass on `example`, its heads are of different sizes",
-        f"Blocks(roles={roles}, split=Split(dim={dim}, sizes=(...), parts=(...)))",
-    )
+def _no_order(labels: list[Label]) -> Ambiguity:
+    reason = "in the forward pass on `example`, its heads are of different sizes"
+    return Ambiguity(reason, Layout((labels[0].role,)))
 
 
 def _spread(along: Tensor, labels: UnitLabels, sets: list[set[Fed]]) -> bool:

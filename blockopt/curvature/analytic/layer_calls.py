@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from blockopt.blocks import layouts
+from blockopt.blocks import is_named
 from blockopt.measure.attention_capture import AttentionCall
 
 Kind = Literal["linear", "embedding", "norm"]
@@ -131,7 +131,7 @@ def _kind(module: nn.Module) -> Kind | None:
     """Return what the module computes, judged by its type; None for all else."""
     if type(module).forward is nn.Embedding.forward:
         return "embedding" if module.max_norm is None and not module.scale_grad_by_freq else None
-    is_conv1d = layouts.is_named(module, "Conv1D") and hasattr(module, "nf")
+    is_conv1d = is_named(module, "Conv1D") and hasattr(module, "nf")
     if isinstance(module, nn.Linear) or is_conv1d:
         return "linear"
     own = list(module.parameters(recurse=False))

@@ -1,0 +1,128 @@
+"""Adapters take the role of what they adapt: PEFT's methods, and low-rank factors beside a weight.
+
+The adapter of a layer belongs to the layer. Of two factors, W + B·A, A is cut like the inputs of W
+and B like its outputs: the heads of a query projection are in B, those of an output projection in
+A. A factor that is not cut, such as the A of a fused query, key and value, serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
+from blockopt.blocks.linear_maps import read_linear, stored_weight, unwrapped
+from blockopt.blocks.split import Split
+
+# Which side of the adapted weight each tensor of PEFT's methods runs along, and in which dimension.
+INPUT_SIDE = {"lora_A": 1}
+OUTPUT_SIDE = {"lora_B": 0, "lora_magnitude_vector": -1, "vera_lambda_b": 0}
+TOKEN_SIDE = {"lora_embedding_A": 1}
+NOT_ADAPTERS = {"base_layer", "original_module", "modules_to_save"}
+
+
+def adapter_layouts(module: nn.Module, found: Layouts, config: Any) -> Layouts:
+    """Layouts of the adapters that a module adds to a layer; empty if it adds none.
+
+    Args:
+        module: Any module.
+        found: The layouts of the layers themselves, frozen ones too.
+        config: The config of PEFT, if the model has one.
+    """
+    if type(module).__name__ == "PrefixEncoder":
+        return _prefixes(module, config)
+    layer = unwrapped(module)
+    if not isinstance(layer, nn.Module):
+        return {}
+    weight = stored_weight(layer)
+    layout = found.get(weight) if weight is not None else None
+    if weight is None or layout is None:
+        return {}
+    added = _companions(module, layer, weight, layout)
+    if layer is not module:
+        return dict(added)
+    return {parameter: companion for parameter, companion in added if parameter not in found}
+
+
+def _companions(
+    module: nn.Module, layer: nn.Module, weight: Tensor, layout: Layout | Ambiguity
+) -> Iterator[tuple[Tensor, Layout]]:
+    layout = layout if isinstance(layout, Layout) else layout.suggestion
+    for name, parameter in module.named_parameters():
+        parts = name.split(".")
+        inside = parameter is weight or NOT_ADAPTERS & set(parts)
+        if inside or (parts[-1] == "bias" and len(parts) == 1):
+            continue
+        yield parameter, _companion(parts, parameter, layer, layout)
+
+
+def joint_layout(layout: Layout) -> Layout:
+    """One block for all sections: the role nearest to the output."""
+    return Layout((next(r for r in ("value", "mlp_in", *layout.roles) if r in layout.roles),))
+
+
+def _companion(parts: list[str], parameter: Tensor, layer: nn.Module, layout: Layout) -> Layout:
+    if parts[-1] == "bias":
+        return Layout(("bias",))
+    dim = _cut_dim(parts, parameter, layer, layout)
+    if dim is None or layout.split is None or parameter.shape[dim] != layout.split.length:
+        return joint_layout(layout)
+    return Layout(layout.roles, layout.split._replace(dim=dim))
+
+
+def _cut_dim(parts: list[str], parameter: Tensor, layer: nn.Module, layout: Layout) -> int | None:
+    """The dimension of an adapter's tensor that is cut as the adapted weight is."""
+    if layout.split is None or layout.split.stack > 1:
+        return None
+    if isinstance(layer, nn.Embedding):
+        return next((dim for name, dim in TOKEN_SIDE.items() if name in parts), None)
+    linear = read_linear(layer)
+    if linear is None:
+        return None
+    at_inputs = layout.split.dim == linear.in_dim
+    for name, dim in (INPUT_SIDE if at_inputs else OUTPUT_SIDE).items():
+        if name in parts:
+            return dim % parameter.ndim
+    if "ia3_l" in parts:  # (1, inputs) or (outputs, 1)
+        dim = 1 if parameter.shape[0] == 1 else 0
+        return dim if (dim == 1) == at_inputs else None
+    vector = sum(size > 1 for size in parameter.shape) == 1
+    if vector and parts[-1] in ("original0", "weight_g"):  # the norms of a weight_norm
+        dim = max(range(parameter.ndim), key=lambda d: parameter.shape[d])
+        return dim if dim == layout.split.dim else None
+    known = any(name in parts for name in (*INPUT_SIDE, *OUTPUT_SIDE))
+    same = not known and parameter.shape == linear.weight.shape
+    return layout.split.dim if same else None
+
+
+def _prefixes(module: nn.Module, config: Any) -> Layouts:
+    """Prefix tuning: keys and values of all layers, one layer after another."""
+    tables = [p for n, p in module.named_parameters() if n == "embedding.weight"]
+    maps = [m for child in module.modules() if (m := read_linear(child)) is not None]
+    sizes = [getattr(config, name, None) for name in ("num_layers", "num_attention_heads")]
+    if not all(isinstance(size, int) for size in sizes):
+        return {}
+    layers, heads = sizes
+    found: Layouts = {}
+    last = [(maps[-1].weight, maps[-1].out_dim)] if len(maps) > 1 else [(p, 1) for p in tables]
+    for weight, dim in last:
+        width, rest = divmod(weight.shape[dim], 2 * layers)  # type: ignore[operator]
+        if not rest and width % heads == 0:  # type: ignore[operator]
+            split = Split(dim, (width, width), (heads, heads), repeat=layers)  # type: ignore[arg-type]
+            found[weight] = Layout(("key", "value"), split)
+    for linear in maps[:-1]:
+        found[linear.weight] = Layout(("value",))
+    return found
+
+
+def peft_config(model: nn.Module) -> Any:
+    """The config of the active adapter of a PEFT model, or None."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, Mapping) and configs:
+            return configs.get(
+                getattr(module, "active_adapter", None), next(iter(configs.values()))
+            )
+    return None

@@ -1,0 +1,496 @@
+"""Attention: which linear maps make the queries, keys and values, and how they store the heads.
+
+A module is attention if it holds at least two of them. Their names say which is which, their sizes
+how many heads there are, and what is left is told by what it multiplies: the output projection
+takes what the values have. What cannot be read in exactly one way becomes an `Ambiguity`.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+from torch import nn
+
+from blockopt.blocks.attention_heads import Heads, read_heads
+from blockopt.blocks.known_modules import (
+    ATTENTION_ROLES,
+    ATTENTION_WORDS,
+    FUSED_NAMES,
+    GATE_WORDS,
+    GATED_QUERY_TYPES,
+    GROUPED_TYPES,
+    OUTPUT_WORDS,
+    POSITION_WORDS,
+    UNKNOWN_ORDER_NAMES,
+)
+from blockopt.blocks.layouts import (
+    Layout,
+    Layouts,
+    ambiguous,
+    heads_cut,
+    input_cut,
+    output_cut,
+    whole_layouts,
+    without_heads,
+)
+from blockopt.blocks.linear_maps import (
+    Linear,
+    direct_maps,
+    is_called_attention,
+    is_named,
+    only_map,
+    read_linear,
+    type_words,
+    unwrapped,
+    words,
+)
+from blockopt.blocks.split import Split
+
+_ATTENTION = {"attention", "attn", "sdpa", "mha"}
+
+
+def attention_layouts(
+    module: nn.Module, ancestors: tuple[nn.Module, ...], per_head: bool
+) -> Layouts:
+    """Layouts of an attention module's parameters; empty if it is none.
+
+    Args:
+        module: Any module.
+        ancestors: The modules around it, the innermost first.
+        per_head: Whether to cut by head.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        layouts = _torch_attention(module)
+    else:
+        maps = _attention_maps(module)
+        named = attention_letters(module, maps)
+        layouts = _stored_by_head(module)
+        if named and not layouts:
+            layouts = _Reader(module, ancestors, maps, named).layouts()
+        elif not layouts:
+            layouts = _deformable(module, maps, ancestors)
+    return layouts if per_head else without_heads(layouts)
+
+
+def _attention_maps(module: nn.Module) -> dict[str, Linear]:
+    """The direct maps, and those of children that name them and also hold norms or convolutions."""
+    maps = direct_maps(module)
+    for name, child in module.named_children():
+        if name not in maps and any(word in ATTENTION_WORDS for word in words(name)):
+            inside = [m for c in child.modules() if (m := read_linear(c)) is not None]
+            if len({id(m.weight) for m in inside}) == 1:
+                maps[name] = inside[0]
+    return maps
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module makes queries, keys and values."""
+    return bool(attention_layouts(module, (), per_head=False))
+
+
+def attention_letters(module: nn.Module, maps: dict[str, Linear]) -> dict[str, str]:
+    """What each map of an attention module makes, as letters of `qkvz`; empty if it is none.
+
+    Example:
+        >>> module = nn.ModuleDict({n: nn.Linear(4, 4) for n in ("to_q", "to_kv", "out")})
+        >>> attention_letters(module, direct_maps(module))
+        {'to_q': 'q', 'to_kv': 'kv'}
+    """
+    named = {name: "".join(ATTENTION_WORDS.get(word, "") for word in words(name)) for name in maps}
+    named = {name: letters for name, letters in named.items() if letters}
+    fused = next((name for name in FUSED_NAMES if name in maps and name not in named), None)
+    made = set("".join(named.values()))
+    if fused is not None and _ATTENTION & type_words(module):
+        if made == {"q"}:  # GPT-2's cross-attention: c_attn holds key and value only
+            named[fused] = "kv"
+        elif not made:
+            named[fused] = "qkv"
+        made = set("".join(named.values()))
+    shares_keys = "q" in made and is_called_attention(module)  # keys and values of another layer
+    if (len(made & set("qkv")) < 2 and not shares_keys) or _is_feed_forward(maps, named):
+        return {}
+    return named
+
+
+def _is_feed_forward(maps: dict[str, Linear], named: dict[str, str]) -> bool:
+    """Whether the values are made from the keys: RWKV's names for the halves of an MLP."""
+    by_letters = {letters: maps[name] for name, letters in named.items()}
+    key, value = by_letters.get("k"), by_letters.get("v")
+    if key is None or value is None:
+        return False
+    return (key.out_size, key.in_size) == (value.in_size, value.out_size) and (
+        key.out_size != key.in_size
+    )
+
+
+def joint_role(letters: str) -> str:
+    """The role of a map that feeds several: the one nearest to the output."""
+    return next(ATTENTION_ROLES[letter] for letter in "vkqz" if letter in letters)
+
+
+def chains(maps: dict[str, Linear], named: dict[str, str]) -> dict[str, str]:
+    """Maps that follow one another in a low-rank projection, as {name of the second: first}."""
+    found = {}
+    for first, second in combinations(named, 2):  # the first is defined first
+        a, b = maps[first], maps[second]
+        marked = {"a", "down"} & set(words(first)) and {"b", "up"} & set(words(second))
+        narrow = b.in_size <= a.out_size and a.in_size != b.in_size
+        follows = b.in_size == a.out_size or marked
+        if named[first] == named[second] and (narrow or marked) and follows:
+            found[second] = first
+    return {second: first for second, first in found.items() if first not in found}
+
+
+class _Reader(NamedTuple):
+    """One attention module: its maps by name, and the letters of those that have them."""
+
+    module: nn.Module
+    ancestors: tuple[nn.Module, ...]
+    maps: dict[str, Linear]
+    named: dict[str, str]
+
+    def layouts(self) -> Layouts:
+        chained = chains(self.maps, self.named)
+        named = {n: s for n, s in self.named.items() if n not in chained.values()}
+        query = next((self.maps[n] for n, s in named.items() if s == "q"), None)
+        output_name, output = self._output(named, query)
+        heads = read_heads(self.module, self.ancestors, query, output)
+        if heads.number is None and not heads.problem and self._has_one_head(output):
+            heads = heads._replace(number=1)
+        found: Layouts = {}
+        for name, letters in named.items():
+            second_factor = name in chained
+            found |= self._projection(name, letters, heads, output, second_factor)
+        for second, first in chained.items():
+            found |= _first_factor(self.maps[first], self.maps[second], named[second])
+        if output is not None:
+            number = heads.number or 0
+            found |= (
+                input_cut(output, "output", number)
+                if number
+                else self._unknown(output, "output", heads)
+            )
+        rest = {
+            name: linear
+            for name, linear in self.maps.items()
+            if name not in self.named and name != output_name
+        }
+        return self._rest(rest, heads, query) | found
+
+    def _has_one_head(self, output: Linear | None) -> bool:
+        """Whether attention that declares no heads is of a kind that has none.
+
+        That is RWKV, which mixes each channel alone, additive attention without values, what only
+        compresses keys and values, and MobileViTv2 with its single query.
+        """
+        made = set("".join(self.named.values()))
+        single = any(_one_query(self.maps[n], letters, output) for n, letters in self.named.items())
+        unnamed = not _ATTENTION & type_words(self.module) and "q" not in made
+        return single or unnamed or "v" not in made or "receptance" in self.maps
+
+    def _output(
+        self, named: dict[str, str], query: Linear | None
+    ) -> tuple[str | None, Linear | None]:
+        """The map that takes what the values have, in the module or right after it."""
+        rest = {n: m for n, m in self.maps.items() if n not in self.named}
+        width = query.out_size if query is not None else None
+        fits = {
+            name: linear
+            for name, linear in rest.items()
+            if not (GATE_WORDS - {"a", "b"}) & set(words(name))
+            and not POSITION_WORDS & set(words(name))
+        }
+        ranked = sorted(fits, key=lambda name: self._output_rank(name, fits[name], width))
+        chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or len(fits) == 1]
+        chosen = [n for n in chosen if not self._is_mlp_in(fits[n], query)]
+        if chosen:
+            second = chains(fits, dict.fromkeys(chosen, "o"))
+            name = next((second[n] for n in chosen if n in second), chosen[0])
+            return name, fits[name]
+        return None, self._output_beside(query)
+
+    def _output_beside(self, query: Linear | None) -> Linear | None:
+        """The output projection in the module around, after this module or called so."""
+        if not self.ancestors:
+            return None
+        beside = [(n, unwrapped(child)) for n, child in self.ancestors[0].named_children()]
+        modules = [child for _, child in beside]
+        start = modules.index(self.module) + 1 if self.module in modules else len(modules)
+        after = [m for _, child in beside[start:] if (m := only_map(child)) is not None]  # type: ignore[arg-type]
+        named = [
+            m for n, child in beside if {"o", "out"} & set(words(n)) and (m := read_linear(child))
+        ]
+        for linear in (*after[:1], *named):
+            if query is None:
+                return linear
+            # ConvBERT joins what convolutions make to what attention makes.
+            if linear.in_size % query.out_size == 0 and linear.out_size == query.in_size:
+                return linear if linear.in_size <= 2 * query.out_size else None
+        return None
+
+    def _output_rank(self, name: str, linear: Linear, width: int | None) -> tuple[bool, bool]:
+        return (width is not None and linear.in_size != width, not OUTPUT_WORDS & set(words(name)))
+
+    def _is_mlp_in(self, linear: Linear, query: Linear | None) -> bool:
+        """Whether a map is the first of an MLP that stands beside the attention."""
+        return query is not None and any(
+            other is not linear
+            and other.in_size == linear.out_size
+            and other.out_size == linear.in_size
+            and linear.out_size > linear.in_size == query.in_size
+            for other in self.maps.values()
+        )
+
+    def _projection(
+        self, name: str, letters: str, heads: Heads, output: Linear | None, second_factor: bool
+    ) -> Layouts:
+        linear = self.maps[name]
+        if (three := _one_query(linear, letters, output)) is not None:
+            return three
+        if heads.number is None:
+            return self._unknown(linear, joint_role(letters), heads)
+        if letters in ("q", "k", "v"):
+            return self._separate(linear, letters, heads, output)
+        if letters == "kv" and second_factor:
+            return self._by_head(linear, "kv", heads, output)
+        if letters in ("kv", "qk"):
+            return self._pair(linear, letters, heads)
+        if name in UNKNOWN_ORDER_NAMES and not self._is_known():
+            reason = (
+                f"{type(self.module).__name__} fuses query, key and value, and may store them one "
+                "after another or interleaved by head"
+            )
+            fused = fused_layout(linear, heads, output, grouped=False)
+            layout = fused or Layout(("query", "key", "value"), _thirds(linear))
+            return ambiguous(linear, reason, layout)
+        return self._fused(linear, letters, heads, output)
+
+    def _is_known(self) -> bool:
+        return is_named(self.module, *GROUPED_TYPES, "FalconAttention")
+
+    def _unknown(self, linear: Linear, role: str, heads: Heads) -> Layouts:
+        reason = heads.problem or f"{type(self.module).__name__} does not say how many heads it has"
+        return ambiguous(linear, reason, Layout((role,)))
+
+    def _separate(
+        self, linear: Linear, letters: str, heads: Heads, output: Linear | None
+    ) -> Layouts:
+        role, number = ATTENTION_ROLES[letters], heads.number or 1
+        if letters == "q":
+            gated = output is not None and linear.out_size == 2 * output.in_size
+            if gated and (heads.size or 0) * number == output.in_size:  # type: ignore[union-attr]
+                size = linear.out_size // (2 * number)
+                split = Split(0, (size, size), (1, 1), repeat=number)
+                if any("Qwen3" in base.__name__ for base in type(self.module).__mro__) or is_named(
+                    self.module, *GATED_QUERY_TYPES
+                ):
+                    return output_cut(linear, ("query", "gate"), split)
+                reason = (
+                    f"{type(self.module).__name__} makes queries of twice the size that it uses"
+                )
+                return ambiguous(linear, reason, Layout(("query", "gate"), split))
+            return heads_cut(linear, role, number)
+        fitting = heads.of_keys(linear, value=letters == "v")
+        if fitting is None:
+            reason = (
+                f"{linear.out_size} {role}s of {type(self.module).__name__} cannot be cut into "
+                f"heads of {heads.size}"
+            )
+            return ambiguous(linear, reason, Layout((role,)))
+        return heads_cut(linear, role, fitting)
+
+    def _by_head(
+        self, linear: Linear, letters: str, heads: Heads, output: Linear | None
+    ) -> Layouts:
+        """Key and value of each head in turn, as the second factor of a low-rank map has them."""
+        number = heads.number or 1
+        value = output.in_size // number if output is not None else 0
+        key = linear.out_size // number - value
+        if linear.out_size % number or value < 1 or key < 1:
+            reason = f"{type(self.module).__name__} does not say how keys and values are stored"
+            return ambiguous(linear, reason, Layout((joint_role(letters),)))
+        return output_cut(linear, ("key", "value"), Split(0, (key, value), (1, 1), repeat=number))
+
+    def _pair(self, linear: Linear, letters: str, heads: Heads) -> Layouts:
+        roles = tuple(ATTENTION_ROLES[letter] for letter in letters)
+        half = linear.out_size // 2
+        number = heads.of_half(half, is_query=letters == "qk")
+        if linear.out_size % 2 or number is None:  # one map that serves as both
+            shared = heads.of_half(linear.out_size, is_query=letters == "qk")
+            return heads_cut(linear, roles[0], shared or 1)
+        return output_cut(linear, roles, Split(0, (half, half), (number, number)))
+
+    def _fused(self, linear: Linear, letters: str, heads: Heads, output: Linear | None) -> Layouts:
+        module = self.module
+        if letters == "qkvz":
+            return _query_key_value_gate(module, linear)
+        grouped = is_named(module, *GROUPED_TYPES) or getattr(module, "head_first", None) is True
+        if is_named(module, "FalconAttention"):  # multi-query without groups stores them in a row
+            grouped = bool(getattr(module, "new_decoder_architecture", False)) or not getattr(
+                module, "multi_query", False
+            )
+        if is_named(module, "GPTBigCodeAttention"):
+            grouped = getattr(module, "multi_query", None) is False
+        if is_named(module, "CodeGenAttention"):  # four slices for four devices: query, value, key
+            size, number = linear.out_size // 12, (heads.number or 4) // 4
+            return output_cut(
+                linear, ("query", "value", "key"), Split(0, (size,) * 3, (number,) * 3, repeat=4)
+            )
+        layout = fused_layout(linear, heads, output, grouped)
+        if layout is None:
+            reason = (
+                f"{linear.out_size} outputs are not the queries, keys and values of {heads.number} "
+                f"heads of {heads.size} that {type(module).__name__} declares"
+            )
+            return ambiguous(
+                linear,
+                reason,
+                Layout(("query", "key", "value"), _thirds(linear))
+                if linear.out_size % 3 == 0
+                else Layout(("value",)),
+            )
+        return output_cut(linear, layout.roles, layout.split or _thirds(linear))
+
+    def _rest(self, rest: dict[str, Linear], heads: Heads, query: Linear | None) -> Layouts:
+        """Gates, maps of positions, factors of the output, and what cannot be told."""
+        found: Layouts = {}
+        number = heads.number or 1
+        largest = max((self.maps[n].weight.numel() for n in self.named), default=0)
+        for name, linear in rest.items():
+            said = set(words(name))
+            if {"gate", "gates"} & said or (
+                GATE_WORDS & said and not OUTPUT_WORDS & said - {"proj"}
+            ):
+                found |= heads_cut(linear, "gate", number)
+            elif POSITION_WORDS & said:
+                found |= heads_cut(linear, "key", number)
+            elif self._is_mlp_in(linear, query) or any(
+                self._is_mlp_in(other, query) and other.out_size == linear.in_size
+                for other in rest.values()
+            ):
+                continue
+            elif {"o", "out", "output", "final", "post"} & said:
+                found |= whole_layouts(linear, "output")
+            elif linear.weight.numel() * 4 < largest:
+                continue
+            elif is_called_attention(self.module):
+                reason = f"{type(self.module).__name__}.{name} is a projection we do not know"
+                found |= ambiguous(linear, reason, Layout(("other",)))
+        return found
+
+
+def _thirds(linear: Linear) -> Split:
+    return Split(linear.out_dim, (linear.out_size // 3,) * 3, (1, 1, 1))
+
+
+def _first_factor(first: Linear, second: Linear, letters: str) -> Layouts:
+    """The map into the low-rank space, which all heads share.
+
+    What the second map does not take are keys of their own, as those with positions in DeepSeek's
+    multi-head latent attention.
+    """
+    role, extra = joint_role(letters), first.out_size - second.in_size
+    if extra > 0 and "k" in letters:
+        return output_cut(first, (role, "key"), Split(0, (second.in_size, extra), (1, 1)))
+    return whole_layouts(first, role)
+
+
+def _one_query(linear: Linear, letters: str, output: Linear | None) -> Layouts | None:
+    """MobileViTv2: a single score, keys and values, without heads."""
+    width = 0 if output is None else output.in_size
+    if letters == "qkv" and linear.out_size == 1 + 2 * width:
+        return output_cut(linear, ("query", "key", "value"), Split(0, (1, width, width), (1, 1, 1)))
+    return None
+
+
+def fused_layout(
+    linear: Linear, heads: Heads, output: Linear | None, grouped: bool
+) -> Layout | None:
+    """Query, key and value in one map, one after another or by groups that share a key."""
+    roles, number = ("query", "key", "value"), heads.number or 1
+    if output is not None:
+        query_size = output.in_size
+    else:
+        query_size = number * heads.size if heads.size else linear.out_size // 3
+    size = query_size // number
+    if heads.declared_size and heads.declared_size != size:
+        return None
+    groups, rest = divmod(linear.out_size - query_size, 2 * max(1, size))
+    declared = heads.key_value_number or groups
+    if (
+        query_size != number * size
+        or rest
+        or groups < 1
+        or number % groups
+        or (declared != groups and not grouped and heads.key_value_declared_here)
+    ):
+        return None
+    if grouped:
+        queries = number // groups
+        sizes, parts = (queries * size, size, size), (queries, 1, 1)
+        return Layout(roles, Split(0, sizes, parts, repeat=groups))
+    sizes = (query_size, groups * size, groups * size)
+    return Layout(roles, Split(0, sizes, (number, groups, groups)))
+
+
+def _query_key_value_gate(module: nn.Module, linear: Linear) -> Layouts:
+    """Qwen3-Next's linear attention: for each key head its query, key, values and gates."""
+    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    sizes = [getattr(module, name, None) for name in names]
+    if all(isinstance(size, int) for size in sizes):
+        keys, values, key_size, value_size = sizes
+        ratio = values // keys  # type: ignore[operator]
+        split = Split(
+            0,
+            (key_size, key_size, ratio * value_size, ratio * value_size),  # type: ignore[arg-type, operator]
+            (1, 1, ratio, ratio),
+            repeat=keys,  # type: ignore[arg-type]
+        )
+        if split.length == linear.out_size:
+            return output_cut(linear, ("query", "key", "value", "gate"), split)
+    reason = f"{type(module).__name__} does not say how queries, keys, values and gates are stored"
+    return ambiguous(linear, reason, Layout(("value",)))
+
+
+def _torch_attention(module: nn.MultiheadAttention) -> Layouts:
+    heads, size = module.num_heads, module.embed_dim
+    roles, sizes, parts = ("query", "key", "value"), (size,) * 3, (heads,) * 3
+    output = direct_maps(module).get("out_proj")
+    found: Layouts = {} if output is None else input_cut(output, "output", heads)
+    if module.in_proj_weight is not None:
+        found[module.in_proj_weight] = Layout(roles, Split(0, sizes, parts))
+    else:
+        for role, name in zip(roles, ("q_proj_weight", "k_proj_weight", "v_proj_weight")):
+            found[getattr(module, name)] = Layout((role,), Split(0, (size,), (heads,)))
+    if module.in_proj_bias is not None:
+        found[module.in_proj_bias] = Layout(("bias",) * 3, Split(0, sizes, parts))
+    for bias in (module.bias_k, module.bias_v):
+        if bias is not None:
+            found[bias] = Layout(("bias",), Split(2, (size,), (heads,)))
+    return found
+
+
+def _stored_by_head(module: nn.Module) -> Layouts:
+    """XLNet: parameters of shape (width, heads, size of a head), without modules for them."""
+    named = {"q": "query", "k": "key", "v": "value", "o": "output", "r": "key"}
+    held = {n: p for n, p in module.named_parameters(recurse=False) if n in named and p.ndim == 3}
+    if not {"q", "k", "v"} <= held.keys():
+        return {}
+    return {p: Layout((named[n],), Split(1, (p.shape[1],), (p.shape[1],))) for n, p in held.items()}
+
+
+def _deformable(
+    module: nn.Module, maps: dict[str, Linear], ancestors: tuple[nn.Module, ...]
+) -> Layouts:
+    """Deformable attention: the query chooses where to look and how much, head by head."""
+    value = next((m for n, m in maps.items() if "value" in words(n)), None)
+    scores = [m for n, m in maps.items() if n in ("sampling_offsets", "attention_weights")]
+    if not scores:
+        return {}
+    output = next((m for n, m in maps.items() if {"output", "out"} & set(words(n))), None)
+    heads = read_heads(module, ancestors, value, output).number or 1
+    found = {} if value is None else heads_cut(value, "value", heads)
+    for linear in scores:
+        found |= heads_cut(linear, "query", heads)
+    return found if output is None else found | input_cut(output, "output", heads)

@@ -1,0 +1,114 @@
+"""What stands around the layers: embeddings, positions, learned tokens, heads and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from blockopt.blocks.known_modules import (
+    EMBEDDING_WORDS,
+    HEAD_NAMES,
+    HEAD_WORDS,
+    POSITION_WORDS,
+    TOKEN_WORDS,
+)
+from blockopt.blocks.layouts import Layout, Layouts, rows_layouts
+from blockopt.blocks.linear_maps import Linear, read_linear, stored_weight, type_words, words
+
+
+def is_vector(parameter: Tensor) -> bool:
+    """Whether a parameter has one dimension at most, but for dimensions of length 1."""
+    return sum(size > 1 for size in parameter.shape) < 2
+
+
+def embedding_layouts(
+    module: nn.Module, attribute: str, parent: nn.Module | None, per_row: Collection[str]
+) -> Layouts:
+    """Tables that are looked up, patches and other inputs, and learned tokens and positions."""
+    said = set(words(attribute))
+    found: Layouts = {}
+    weight = stored_weight(module)
+    table = isinstance(module, nn.Embedding) or (
+        {"embedding", "embeddings"} & type_words(module) and weight is not None and weight.ndim == 2
+    )
+    if table and weight is not None:
+        position = (POSITION_WORDS - {"r", "time", "temporal"}) & said or (
+            {"position", "positional"} & type_words(module)
+        )
+        rows = Linear(weight, None, 0, 1, *weight.shape)
+        found |= rows_layouts(rows, ("position" if position else "embedding",), per_row)
+    elif weight is not None and hasattr(module, "kernel_size") and weight.ndim > 2:
+        around = said | (type_words(parent) if parent is not None else frozenset())
+        if EMBEDDING_WORDS & around and "norm" not in type_words(module):
+            for name, parameter in module.named_parameters():
+                found[parameter] = Layout(("bias" if name == "bias" else "embedding",))
+    return found
+
+
+def free_parameter_layouts(module: nn.Module) -> Layouts:
+    """Parameters that a module holds beside its submodules."""
+    found: Layouts = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        said = set(words(name))
+        if name in ("weight", "bias") or parameter.ndim == 0:
+            continue
+        if (POSITION_WORDS - {"r", "time"}) & said or name == "rel_pos":
+            found[parameter] = Layout(("position",))
+        elif "bias" in said:
+            found[parameter] = Layout(("bias",))
+        elif TOKEN_WORDS & said and parameter.ndim > 1:
+            found[parameter] = Layout(("embedding",))
+        elif is_vector(parameter) and {"scale", "gamma", "lambda", "ls", "gain"} & said:
+            found[parameter] = Layout(("norm",))
+    return found
+
+
+def norm_layouts(module: nn.Module) -> Layouts:
+    """Gains and shifts: those of norms, and those that scale the branch of a layer."""
+    kinds = {"norm", "groupnorm", "layernorm", "rmsnorm", "batchnorm"}
+    named = any("norm" in word for word in type_words(module)) or kinds & type_words(module)
+    scales = "scale" in type_words(module) or "grn" in type_words(module)
+    if not (named or scales):
+        return {}
+    own = module.named_parameters(recurse=False)
+    return {p: Layout(("norm",)) for name, p in own if is_vector(p) or name in ("weight", "bias")}
+
+
+def head_layouts(module: nn.Module, path: str, is_head: bool, per_row: Collection[str]) -> Layouts:
+    """The last linear map of a head.
+
+    Args:
+        module: Any module.
+        path: Where it is in the model, without wrappers.
+        is_head: Whether the model itself says that it is its head.
+        per_row: The roles that are cut into rows.
+    """
+    parts = path.split(".")
+    while parts and parts[-1].isdecimal():  # one of several heads in a list
+        parts.pop()
+    inside_a_layer = any(part.isdecimal() for part in parts)
+    attribute = parts[-1] if parts else ""
+    named = attribute in HEAD_NAMES or HEAD_WORDS & set(words(attribute))
+    if not is_head and (inside_a_layer or not named):
+        return {}
+    if attribute in HEAD_NAMES and not is_head and read_linear(module) is None:
+        return {}
+    maps = [m for inner in module.modules() if (m := read_linear(inner)) is not None]
+    if maps:
+        return rows_layouts(maps[-1], ("head",), per_row)
+    weight = stored_weight(module)  # several heads stacked in one parameter
+    return {weight: Layout(("head",))} if weight is not None and weight.ndim == 3 else {}
+
+
+def input_layouts(
+    module: nn.Module, path: str, parent: nn.Module | None, per_row: Collection[str]
+) -> Layouts:
+    """Linear maps that make embeddings of patches, features or other embeddings."""
+    linear = read_linear(module) if stored_weight(module) is not None else None
+    if linear is None or any(part.isdecimal() for part in path.split(".")):
+        return {}
+    around = type_words(parent) if parent is not None else frozenset()
+    named = EMBEDDING_WORDS & (set(words(path.rpartition(".")[2])) | around)
+    features = {"feature", "subsampling"} & around
+    return rows_layouts(linear, ("embedding",), per_row) if named or features else {}
