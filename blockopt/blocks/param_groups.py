@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ def param_groups(
     *,
     weight_decay: float | None = None,
     by: Literal["role", "parameter"] = "role",
+    only: Iterable[Tensor] | None = None,
     example: Any = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups that carry the blocks of `model`, for any optimizer.
@@ -40,8 +41,10 @@ def param_groups(
         weight_decay: For the matrices. None leaves it to the optimizer.
         by: "role" for one group per role (a fused matrix is a role of its own), or "parameter" for
             one group per parameter, which optimizers other than blockopt's need.
+        only: Leave out all other parameters, as for those that start to train later; see
+            `add_param_group` of the optimizers.
         example: What the model is called with, as for `find_blocks`: the blocks are then found with
-            one forward pass.
+            the help of one forward pass. Not together with `blocks`.
 
     Returns:
         Groups with `params` as `(name, parameter)` pairs, `blocks` as nested tuples, `role`, and
@@ -65,10 +68,13 @@ def param_groups(
         blocks = find_blocks(model, example=example)
     blocks = checked_blocks(model, blocks)
     parameters = dict(model.named_parameters())
+    wanted = set(parameters.values() if only is None else only)
     excluded = set(_excluded_by_the_model(model))
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, entry in blocks.items():
         parameter = parameters[name]
+        if parameter not in wanted:
+            continue
         role = "+".join(dict.fromkeys(entry.roles))
         decayed = name not in excluded and decays(name, parameter, entry)
         key = (role if by == "role" else name, decayed)
