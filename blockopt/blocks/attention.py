@@ -13,6 +13,13 @@ from typing import NamedTuple
 from torch import nn
 
 from blockopt.blocks.attention_heads import Heads, read_heads
+from blockopt.blocks.attention_kinds import (
+    deformable,
+    one_query,
+    query_key_value_gate,
+    stored_by_head,
+    torch_attention,
+)
 from blockopt.blocks.known_modules import (
     ATTENTION_ROLES,
     ATTENTION_WORDS,
@@ -61,15 +68,15 @@ def attention_layouts(
         per_head: Whether to cut by head.
     """
     if isinstance(module, nn.MultiheadAttention):
-        layouts = _torch_attention(module)
+        layouts = torch_attention(module)
     else:
         maps = _attention_maps(module)
         named = attention_letters(module, maps)
-        layouts = _stored_by_head(module)
+        layouts = stored_by_head(module)
         if named and not layouts:
             layouts = _Reader(module, ancestors, maps, named).layouts()
         elif not layouts:
-            layouts = _deformable(module, maps, ancestors)
+            layouts = deformable(module, maps, ancestors)
     return layouts if per_head else without_heads(layouts)
 
 
@@ -185,7 +192,7 @@ class _Reader(NamedTuple):
         compresses keys and values, and MobileViTv2 with its single query.
         """
         made = set("".join(self.named.values()))
-        single = any(_one_query(self.maps[n], letters, output) for n, letters in self.named.items())
+        single = any(one_query(self.maps[n], letters, output) for n, letters in self.named.items())
         unnamed = not _ATTENTION & type_words(self.module) and "q" not in made
         return single or unnamed or "v" not in made or "receptance" in self.maps
 
@@ -246,7 +253,7 @@ class _Reader(NamedTuple):
         self, name: str, letters: str, heads: Heads, output: Linear | None, second_factor: bool
     ) -> Layouts:
         linear = self.maps[name]
-        if (three := _one_query(linear, letters, output)) is not None:
+        if (three := one_query(linear, letters, output)) is not None:
             return three
         if heads.number is None:
             return self._unknown(linear, joint_role(letters), heads)
@@ -324,7 +331,7 @@ class _Reader(NamedTuple):
     def _fused(self, linear: Linear, letters: str, heads: Heads, output: Linear | None) -> Layouts:
         module = self.module
         if letters == "qkvz":
-            return _query_key_value_gate(module, linear)
+            return query_key_value_gate(module, linear)
         grouped = is_named(module, *GROUPED_TYPES) or getattr(module, "head_first", None) is True
         if is_named(module, "FalconAttention"):  # multi-query without groups stores them in a row
             grouped = bool(getattr(module, "new_decoder_architecture", False)) or not getattr(
@@ -396,14 +403,6 @@ def _first_factor(first: Linear, second: Linear, letters: str) -> Layouts:
     return whole_layouts(first, role)
 
 
-def _one_query(linear: Linear, letters: str, output: Linear | None) -> Layouts | None:
-    """MobileViTv2: a single score, keys and values, without heads."""
-    width = 0 if output is None else output.in_size
-    if letters == "qkv" and linear.out_size == 1 + 2 * width:
-        return output_cut(linear, ("query", "key", "value"), Split(0, (1, width, width), (1, 1, 1)))
-    return None
-
-
 def fused_layout(
     linear: Linear, heads: Heads, output: Linear | None, grouped: bool
 ) -> Layout | None:
@@ -432,65 +431,3 @@ def fused_layout(
         return Layout(roles, Split(0, sizes, parts, repeat=groups))
     sizes = (query_size, groups * size, groups * size)
     return Layout(roles, Split(0, sizes, (number, groups, groups)))
-
-
-def _query_key_value_gate(module: nn.Module, linear: Linear) -> Layouts:
-    """Qwen3-Next's linear attention: for each key head its query, key, values and gates."""
-    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    sizes = [getattr(module, name, None) for name in names]
-    if all(isinstance(size, int) for size in sizes):
-        keys, values, key_size, value_size = sizes
-        ratio = values // keys  # type: ignore[operator]
-        split = Split(
-            0,
-            (key_size, key_size, ratio * value_size, ratio * value_size),  # type: ignore[arg-type, operator]
-            (1, 1, ratio, ratio),
-            repeat=keys,  # type: ignore[arg-type]
-        )
-        if split.length == linear.out_size:
-            return output_cut(linear, ("query", "key", "value", "gate"), split)
-    reason = f"{type(module).__name__} does not say how queries, keys, values and gates are stored"
-    return ambiguous(linear, reason, Layout(("value",)))
-
-
-def _torch_attention(module: nn.MultiheadAttention) -> Layouts:
-    heads, size = module.num_heads, module.embed_dim
-    roles, sizes, parts = ("query", "key", "value"), (size,) * 3, (heads,) * 3
-    output = direct_maps(module).get("out_proj")
-    found: Layouts = {} if output is None else input_cut(output, "output", heads)
-    if module.in_proj_weight is not None:
-        found[module.in_proj_weight] = Layout(roles, Split(0, sizes, parts))
-    else:
-        for role, name in zip(roles, ("q_proj_weight", "k_proj_weight", "v_proj_weight")):
-            found[getattr(module, name)] = Layout((role,), Split(0, (size,), (heads,)))
-    if module.in_proj_bias is not None:
-        found[module.in_proj_bias] = Layout(("bias",) * 3, Split(0, sizes, parts))
-    for bias in (module.bias_k, module.bias_v):
-        if bias is not None:
-            found[bias] = Layout(("bias",), Split(2, (size,), (heads,)))
-    return found
-
-
-def _stored_by_head(module: nn.Module) -> Layouts:
-    """XLNet: parameters of shape (width, heads, size of a head), without modules for them."""
-    named = {"q": "query", "k": "key", "v": "value", "o": "output", "r": "key"}
-    held = {n: p for n, p in module.named_parameters(recurse=False) if n in named and p.ndim == 3}
-    if not {"q", "k", "v"} <= held.keys():
-        return {}
-    return {p: Layout((named[n],), Split(1, (p.shape[1],), (p.shape[1],))) for n, p in held.items()}
-
-
-def _deformable(
-    module: nn.Module, maps: dict[str, Linear], ancestors: tuple[nn.Module, ...]
-) -> Layouts:
-    """Deformable attention: the query chooses where to look and how much, head by head."""
-    value = next((m for n, m in maps.items() if "value" in words(n)), None)
-    scores = [m for n, m in maps.items() if n in ("sampling_offsets", "attention_weights")]
-    if not scores:
-        return {}
-    output = next((m for n, m in maps.items() if {"output", "out"} & set(words(n))), None)
-    heads = read_heads(module, ancestors, value, output).number or 1
-    found = {} if value is None else heads_cut(value, "value", heads)
-    for linear in scores:
-        found |= heads_cut(linear, "query", heads)
-    return found if output is None else found | input_cut(output, "output", heads)

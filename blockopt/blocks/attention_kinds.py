@@ -1,0 +1,81 @@
+"""Kinds of attention that hold their maps otherwise than as query, key and value of their own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from blockopt.blocks.attention_heads import read_heads
+from blockopt.blocks.layouts import Layout, Layouts, ambiguous, heads_cut, input_cut, output_cut
+from blockopt.blocks.linear_maps import Linear, direct_maps, words
+from blockopt.blocks.split import Split
+
+
+def one_query(linear: Linear, letters: str, output: Linear | None) -> Layouts | None:
+    """MobileViTv2: a single score, keys and values, without heads."""
+    width = 0 if output is None else output.in_size
+    if letters == "qkv" and linear.out_size == 1 + 2 * width:
+        return output_cut(linear, ("query", "key", "value"), Split(0, (1, width, width), (1, 1, 1)))
+    return None
+
+
+def query_key_value_gate(module: nn.Module, linear: Linear) -> Layouts:
+    """Qwen3-Next's linear attention: for each key head its query, key, values and gates."""
+    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    sizes = [getattr(module, name, None) for name in names]
+    if all(isinstance(size, int) for size in sizes):
+        keys, values, key_size, value_size = sizes
+        ratio = values // keys  # type: ignore[operator]
+        split = Split(
+            0,
+            (key_size, key_size, ratio * value_size, ratio * value_size),  # type: ignore[arg-type, operator]
+            (1, 1, ratio, ratio),
+            repeat=keys,  # type: ignore[arg-type]
+        )
+        if split.length == linear.out_size:
+            return output_cut(linear, ("query", "key", "value", "gate"), split)
+    reason = f"{type(module).__name__} does not say how queries, keys, values and gates are stored"
+    return ambiguous(linear, reason, Layout(("value",)))
+
+
+def torch_attention(module: nn.MultiheadAttention) -> Layouts:
+    """Torch's own module, fused or with keys and values of other widths."""
+    heads, size = module.num_heads, module.embed_dim
+    roles, sizes, parts = ("query", "key", "value"), (size,) * 3, (heads,) * 3
+    output = direct_maps(module).get("out_proj")
+    found: Layouts = {} if output is None else input_cut(output, "output", heads)
+    if module.in_proj_weight is not None:
+        found[module.in_proj_weight] = Layout(roles, Split(0, sizes, parts))
+    else:
+        for role, name in zip(roles, ("q_proj_weight", "k_proj_weight", "v_proj_weight")):
+            found[getattr(module, name)] = Layout((role,), Split(0, (size,), (heads,)))
+    if module.in_proj_bias is not None:
+        found[module.in_proj_bias] = Layout(("bias",) * 3, Split(0, sizes, parts))
+    for bias in (module.bias_k, module.bias_v):
+        if bias is not None:
+            found[bias] = Layout(("bias",), Split(2, (size,), (heads,)))
+    return found
+
+
+def stored_by_head(module: nn.Module) -> Layouts:
+    """XLNet: parameters of shape (width, heads, size of a head), without modules for them."""
+    named = {"q": "query", "k": "key", "v": "value", "o": "output", "r": "key"}
+    held = {n: p for n, p in module.named_parameters(recurse=False) if n in named and p.ndim == 3}
+    if not {"q", "k", "v"} <= held.keys():
+        return {}
+    return {p: Layout((named[n],), Split(1, (p.shape[1],), (p.shape[1],))) for n, p in held.items()}
+
+
+def deformable(
+    module: nn.Module, maps: dict[str, Linear], ancestors: tuple[nn.Module, ...]
+) -> Layouts:
+    """Deformable attention: the query chooses where to look and how much, head by head."""
+    value = next((m for n, m in maps.items() if "value" in words(n)), None)
+    scores = [m for n, m in maps.items() if n in ("sampling_offsets", "attention_weights")]
+    if not scores:
+        return {}
+    output = next((m for n, m in maps.items() if {"output", "out"} & set(words(n))), None)
+    heads = read_heads(module, ancestors, value, output).number or 1
+    found = {} if value is None else heads_cut(value, "value", heads)
+    for linear in scores:
+        found |= heads_cut(linear, "query", heads)
+    return found if output is None else found | input_cut(output, "output", heads)
