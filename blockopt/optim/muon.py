@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from blockopt.blocks import MATRIX_ROLES, Blocks, expand
+from blockopt.blocks import MATRIX_ROLES, Blocks
 from blockopt.checks import check_count, check_range
-from blockopt.distributed import full, is_sharded, local, local_part
 from blockopt.optim.adamw import check_adamw_options, new_adamw_state
 from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
 from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.entry import Entry, Work, norms_to_check
-from blockopt.optim.finite_gradients import flag_on, put_back, share_kept
+from blockopt.optim.finite_gradients import flag_on
 from blockopt.optim.groups import blocks_of, names_of
-from blockopt.optim.matrix_sections import (
-    Section,
-    block_sizes,
-    is_hidden_matrix,
-    section_scales,
-    sections,
-    update_size,
-)
-from blockopt.optim.newton_schulz import iteration_dtype, orthogonalize
+from blockopt.optim.matrix_sections import is_hidden_matrix
+from blockopt.optim.muon_on_ranks import take_steps
+from blockopt.optim.muon_step import Waiting
 
-# Entries orthogonalized in one batch: enough to fill the device, few enough to bound memory.
-CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class BlockMuon(BlockOptimizer):
@@ -60,6 +50,10 @@ class BlockMuon(BlockOptimizer):
     momentum decays, its direction stays, and weight decay applies. Before its first token its
     momentum is zero, and so is its update.
 
+    Ranks that share a sharded matrix divide the work: each matrix is orthogonalized once, and its
+    parts travel to its owner and back (`divided_work.py`). Experts that are sharded by expert stay
+    where they are. Under tensor parallelism together with FSDP2 every rank gathers each matrix.
+
     Args:
         params: What `param_groups(model)` returns.
         lr: Learning rate.
@@ -79,6 +73,9 @@ class BlockMuon(BlockOptimizer):
             accelerator the error or warning comes one step later, since waiting for the answer
             would leave it idle. `"ignore"` checks nothing, as `torch.optim` does, and saves the
             time of reading all gradients once more.
+        replicas: Under DDP, the process group whose ranks train copies of the same model, such as
+            `torch.distributed.group.WORLD`: they divide the orthogonalizations and exchange the
+            updates. None leaves every rank with all of them. Sharded parameters need no such hint.
 
     Raises:
         ValueError: If a hyperparameter is out of range, or `params` carry no blocks.
@@ -90,6 +87,8 @@ class BlockMuon(BlockOptimizer):
         >>> model(torch.randn(3, 1, 16)).square().mean().backward()
         >>> optimizer.step()
     """
+
+    _replicas: ProcessGroup | None = None  # not part of a pickled optimizer
 
     def __init__(
         self,
@@ -105,6 +104,7 @@ class BlockMuon(BlockOptimizer):
         second_moment: str = "coordinate",
         maximize: bool = False,
         nonfinite: str = "raise",
+        replicas: ProcessGroup | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -119,6 +119,7 @@ class BlockMuon(BlockOptimizer):
             "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)
+        self._replicas = replicas
         self._warn_of_missed_matrices()
 
     @property
@@ -191,11 +192,12 @@ class BlockMuon(BlockOptimizer):
     ) -> None:
         """AdamW group by group; the matrices of all groups at once, to share batches."""
         super()._update_all(work, magnitudes_of_all, found_inf)
-        take_steps(
-            start_step(entry, group, flag_on(found_inf, entry.parameter.device))
+        waiting = [
+            Waiting(entry, group, flag_on(found_inf, entry.parameter.device))
             for group, entries in work
             for entry in _divide(entries)[0]
-        )
+        ]
+        take_steps(waiting, self._replicas)
 
     def _update(
         self,
@@ -215,144 +217,3 @@ def _divide(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     taken = [is_hidden_matrix(entry.parameter, entry.blocks) for entry in entries]
     matrices = [entry for entry, hidden in zip(entries, taken) if hidden]
     return matrices, [entry for entry, hidden in zip(entries, taken) if not hidden]
-
-
-class MatrixStep(NamedTuple):
-    """One parameter in a step of Muon.
-
-    Attributes:
-        entry: The parameter.
-        direction: What is orthogonalized, sharded as the parameter is.
-        lr: The learning rate of its group.
-        kept: The share of the weights that weight decay leaves.
-        iterations: Steps of the orthogonalization.
-    """
-
-    entry: Entry
-    direction: Tensor
-    lr: float | Tensor
-    kept: float | Tensor
-    iterations: int
-
-
-class Piece(NamedTuple):
-    """Matrices on their way through a batch: where they come from, and what takes the result."""
-
-    source: Section
-    take: Callable[[Tensor], None]
-    iterations: int
-
-
-def momentum_direction(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> Tensor:
-    """Update the momentum and return the direction to orthogonalize.
-
-    Where `found_inf` is 1 the momentum takes the place of the gradient, and so stays as it is.
-    """
-    gradient = -entry.gradient if group["maximize"] else entry.gradient
-    buffer: Tensor = entry.state["momentum_buffer"]
-    if found_inf is not None:
-        gradient = gradient.clone()
-        put_back(found_inf, [local(gradient)], [local(buffer)])
-    buffer.lerp_(gradient, 1 - group["momentum"])
-    return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-
-
-def start_step(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> MatrixStep:
-    """What a step does entry by entry, on the own shard, before the orthogonalization.
-
-    Where `found_inf` is 1 the step has length 0.
-    """
-    lr = group["lr"]
-    if found_inf is not None:
-        lr = lr * share_kept(found_inf, entry.parameter.dtype)
-    kept = 1 - lr * group["weight_decay"]
-    direction = momentum_direction(entry, group, found_inf)
-    return MatrixStep(entry, direction, lr, kept, group["iterations"])
-
-
-def take_steps(steps: Iterable[MatrixStep]) -> None:
-    """Orthogonalize the directions and apply them."""
-    in_batches(piece for step in steps for piece in pieces(step))
-
-
-def pieces(step: MatrixStep) -> Iterator[Piece]:
-    """The matrices of a parameter, which apply their own updates."""
-    entry = step.entry
-    if is_sharded(entry.parameter):
-        gather_and_apply(step)
-        return
-    targets = sections(entry.parameter, entry.blocks)
-    scales = section_scales(_wide_scale(entry), entry.blocks, targets)
-    for source, target, scale in zip(sections(step.direction, entry.blocks), targets, scales):
-        factor = scale * (step.lr * update_size(source.matrix_shape))
-        yield Piece(source, partial(apply, target.view, factor, step.kept), step.iterations)
-
-
-def gather_and_apply(step: MatrixStep) -> None:
-    """Orthogonalize a sharded parameter on every rank, and apply the own part."""
-    whole = full(step.direction)
-    update = torch.empty_like(whole, dtype=iteration_dtype(whole))
-    in_batches(orthogonalized_into(update, whole, step))
-    apply_part(step, local_part(update, step.entry.parameter))
-
-
-def orthogonalized_into(update: Tensor, whole: Tensor, step: MatrixStep) -> Iterator[Piece]:
-    """The matrices of a whole direction, which leave their results in `update`."""
-    blocks = step.entry.blocks
-    for source, target in zip(sections(whole, blocks), sections(update, blocks)):
-        yield Piece(source, partial(_put, target.view), step.iterations)
-
-
-def _put(target: Tensor, update: Tensor) -> None:
-    target.copy_(update.view(target.shape))
-
-
-def apply_part(step: MatrixStep, update: Tensor) -> None:
-    """Apply the part of an update that belongs to the own shard of the parameter."""
-    parameter, blocks = step.entry.parameter, step.entry.blocks
-    like = torch.empty(parameter.shape, device="meta")
-    scale = _wide_scale(step.entry)
-    sizes = block_sizes(blocks, sections(like, blocks)).to(scale)
-    factor = expand(scale * sizes * step.lr, blocks.split, parameter.ndim)
-    apply(local(parameter), local_part(factor, parameter), step.kept, update)
-
-
-def apply(weights: Tensor, factor: Tensor, kept: float | Tensor, update: Tensor) -> None:
-    """`w ← kept · w − factor · update`."""
-    weights.mul_(kept)
-    # Operations on two dtypes are slow on a CPU, conversions are not.
-    weights.addcmul_(update.reshape(weights.shape).to(weights.dtype), factor, value=-1)
-
-
-def _wide_scale(entry: Entry) -> Tensor:
-    """The scales of the blocks in the dtype of the weights, or float32 if that has less bits."""
-    scale: Tensor = entry.state["scale"]
-    return scale.to(torch.promote_types(scale.dtype, entry.parameter.dtype))
-
-
-def in_batches(found: Iterable[Piece]) -> None:
-    """Orthogonalize matrices, those of equal shape in batches, and hand them to their takers."""
-    pending: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in found:
-        view, shape = piece.source.view, piece.source.matrix_shape
-        key = (shape, view.dtype, view.device, piece.iterations)
-        batch = pending.setdefault(key, [])
-        batch.append(piece)
-        count = sum(len(member.source.view) for member in batch)
-        largest = CPU_BATCH if view.device.type == "cpu" else GPU_BATCH
-        if count * math.prod(shape) >= largest:
-            _orthogonalize_batch(pending.pop(key))
-    for batch in pending.values():
-        _orthogonalize_batch(batch)
-
-
-def _orthogonalize_batch(batch: list[Piece]) -> None:
-    first = batch[0].source
-    lengths = [len(piece.source.view) for piece in batch]
-    dtype = iteration_dtype(first.view)
-    stack = first.view.new_empty((sum(lengths), *first.matrix_shape), dtype=dtype)
-    for slot, piece in zip(stack.split(lengths), batch):
-        slot.view(piece.source.view.shape).copy_(piece.source.view)
-    orthogonal = orthogonalize(stack, batch[0].iterations)
-    for update, piece in zip(orthogonal.split(lengths), batch):
-        piece.take(update)

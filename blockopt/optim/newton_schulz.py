@@ -73,6 +73,20 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     return x
 
 
+def orthogonalization_flops(rows: int, columns: int, iterations: int) -> int:
+    """Floating-point operations of `orthogonalize` for one matrix, those of its products.
+
+    Example:
+        >>> orthogonalization_flops(768, 768, 4) / 768**3, orthogonalization_flops(8, 32, 4) / 8**3
+        (24.0, 52.0)
+    """
+    short, long = sorted((rows, columns))
+    at_once = STEPS_ON_GRAM if long > LONG * short else 1
+    rounds = -(-iterations // at_once)
+    square = iterations + 3 * (iterations - rounds)
+    return 2 * short**2 * (2 * rounds * long + square * short)
+
+
 def _normalize(x: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     """Scale the matrices to singular values of at most `bound`; also return G = XXᵀ and G².
 

@@ -43,7 +43,7 @@ CASES = {
 def test_equals_reference(case, scaled, chunk, per_head, monkeypatch):
     if chunk is not None:  # so small that every matrix is worked on in several chunks
         monkeypatch.setattr("blockopt.optim.chunks.CPU_CHUNK", chunk)
-        monkeypatch.setattr("blockopt.optim.muon.CPU_BATCH", chunk)
+        monkeypatch.setattr("blockopt.optim.muon_step.CPU_BATCH", chunk)
         monkeypatch.setattr("blockopt.optim.scale_runs.SHORTEST", 1)  # one call per head and row
     fast_class, slow_class, options = CASES[case]
     model = tiny_gpt(dtype=torch.float64)

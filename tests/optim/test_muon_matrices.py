@@ -56,7 +56,7 @@ def test_more_experts_than_a_batch_holds(monkeypatch):
     start, gradients = random(7, 4, 6), [random(7, 4, 6, seed=1)]
     blocks = Blocks(("mlp_in",), split=Split(1, (4,), (1,), stack=7))
     expected = after_steps(start, blocks, gradients)
-    monkeypatch.setattr("blockopt.optim.muon.CPU_BATCH", 30)
+    monkeypatch.setattr("blockopt.optim.muon_step.CPU_BATCH", 30)
     torch.testing.assert_close(after_steps(start, blocks, gradients), expected)
 
 

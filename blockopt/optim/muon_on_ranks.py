@@ -1,0 +1,165 @@
+"""Who orthogonalizes what: every rank its own matrices, while those who share some divide them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from blockopt.distributed import is_sharded, local
+from blockopt.distributed.shards import local_stretches, shard_dims
+from blockopt.optim.divided_work import Job, Team, Whole, divide
+from blockopt.optim.entry import Entry
+from blockopt.optim.matrix_sections import sections
+from blockopt.optim.muon_step import (
+    MatrixStep,
+    Waiting,
+    apply_part,
+    gather_and_apply,
+    in_batches,
+    orthogonalized_into,
+    pieces,
+    start_step,
+)
+from blockopt.optim.newton_schulz import iteration_dtype, orthogonalization_flops
+
+# Replicas divide matrices with at least this many rows and columns. An orthogonalization takes
+# about 10 n operations for each byte of its result, n being the shorter side; what a GPU computes
+# while its network brings a byte is about 4000. So smaller ones are faster to compute than to send.
+DIVIDED_FROM = 512
+
+
+def take_steps(waiting: list[Waiting], replicas: Any = None) -> None:
+    """Take the step of each matrix.
+
+    Args:
+        waiting: The matrices, the same in the same order on all ranks that share them.
+        replicas: The process group whose ranks hold copies of plain parameters, if they divide.
+    """
+    if replicas is not None or any(is_sharded(w.entry.parameter) for w in waiting):
+        waiting = _divided(waiting, replicas)
+    in_batches(piece for member in waiting for piece in pieces(start_step(member)))
+
+
+@_disable_dynamo
+def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
+    """Take the steps of shared matrices, and return those that each rank takes by itself."""
+    alone: list[Waiting] = []
+    gathered: list[Waiting] = []
+    shared: dict[Any, tuple[Tensor, list[Waiting]]] = {}
+    for member in waiting:
+        entry = member.entry
+        if _is_local(entry):
+            if local(entry.parameter).numel() > 0:
+                alone.append(member._replace(entry=_localized(entry)))
+            continue
+        team = _team(entry, replicas)
+        if team is None:
+            gathered.append(member)
+        elif team == Team():
+            alone.append(member)
+        else:
+            like = _like(entry.parameter)
+            key = (team, like.dtype, like.device)
+            shared.setdefault(key, (like, []))[1].append(member)
+    for (team, *_), (like, members) in shared.items():
+        _divide_over(team, members, like)
+    for member in gathered:
+        gather_and_apply(start_step(member))
+    return alone
+
+
+def _is_local(entry: Entry) -> bool:
+    """Whether each rank holds whole matrices of a sharded parameter: experts cut by expert."""
+    if not is_sharded(entry.parameter):
+        return False
+    split = entry.blocks.split
+    stacked = split is not None and split.stack > 1
+    return all(placement.dim == 0 and stacked for _, placement in _cuts(entry.parameter))
+
+
+def _localized(entry: Entry) -> Entry:
+    """The matrices that this rank holds, as a parameter of its own."""
+    parameter, blocks, scale = local(entry.parameter), entry.blocks, entry.state["scale"]
+    buffer, gradient = local(entry.state["momentum_buffer"]), local(entry.gradient)
+    split = blocks.split
+    if split is not None and split.stack > 1:
+        held = [i for a, b in local_stretches(entry.parameter, 0) for i in range(a, b)]
+        scale = scale.view(split.stack, -1)[held].reshape(-1)
+        blocks = blocks._replace(split=split._replace(stack=len(held)))
+        if len(held) == 1:  # one matrix is no stack
+            blocks = blocks._replace(split=split._replace(stack=1, dim=split.dim - 1))
+            parameter, buffer, gradient = parameter[0], buffer[0], gradient[0]
+    state = {"momentum_buffer": buffer, "scale": scale}
+    return entry._replace(parameter=parameter, gradient=gradient, blocks=blocks, state=state)
+
+
+def _cuts(parameter: Tensor) -> list[tuple[int, Any]]:
+    """The dimensions of the mesh that cut a parameter, each with its placement."""
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return [(dim, placement) for dim, placement in shard_dims(parameter) if mesh.size(dim) > 1]
+
+
+def _team(entry: Entry, replicas: Any) -> Team | None:
+    """The ranks that divide the work on a parameter; None if every rank must gather it."""
+    parameter = entry.parameter
+    if not is_sharded(parameter):
+        large = all(min(s.matrix_shape) >= DIVIDED_FROM for s in sections(parameter, entry.blocks))
+        return Team(replicas=replicas) if large else Team()
+    mesh, cuts = parameter.device_mesh, _cuts(parameter)  # type: ignore[attr-defined]
+    others = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and dim != cuts[0][0]]
+    strided = getattr(cuts[0][1], "split_factor", 1) > 1
+    if len(cuts) > 1 or len(others) > 1 or strided:
+        return None
+    return Team(mesh.get_group(cuts[0][0]), mesh.get_group(others[0]) if others else None)
+
+
+def _like(parameter: Tensor) -> Tensor:
+    """An empty tensor of the device that communicates and of the dtype of the iteration."""
+    if is_sharded(parameter):
+        device = torch.device(parameter.device_mesh.device_type)  # type: ignore[attr-defined]
+        device = parameter.device if parameter.device.type == device.type else device
+    else:
+        device = parameter.device
+    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+    return empty.to(iteration_dtype(empty))
+
+
+def _whole(member: Waiting) -> Whole:
+    parameter = member.entry.parameter
+    cuts = _cuts(parameter) if is_sharded(parameter) else []
+    shape = tuple(parameter.shape)
+    return Whole(shape, cuts[0][1].dim if cuts else 0, _flops(shape, member))
+
+
+def _flops(shape: tuple[int, ...], member: Waiting) -> int:
+    iterations = member.group["iterations"]
+    return sum(
+        len(section.view) * orthogonalization_flops(*section.matrix_shape, iterations)
+        for section in sections(torch.empty(shape, device="meta"), member.entry.blocks)
+    )
+
+
+def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> None:
+    steps: dict[int, MatrixStep] = {}
+
+    def part(index: int) -> Tensor:
+        steps[index] = start_step(members[index])
+        return local(steps[index].direction).to(like.device, like.dtype)
+
+    def work(found: list[tuple[int, Tensor]]) -> list[Tensor]:
+        updates = [torch.empty_like(whole) for _, whole in found]
+        in_batches(
+            piece
+            for (index, whole), update in zip(found, updates)
+            for piece in orthogonalized_into(update, whole, steps[index])
+        )
+        return updates
+
+    def finish(index: int, update: Tensor) -> None:
+        step = steps.pop(index)
+        apply_part(step, update.to(step.entry.parameter.device))
+
+    divide([_whole(member) for member in members], team, Job(part, work, finish), like)

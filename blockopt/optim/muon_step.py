@@ -1,0 +1,179 @@
+"""The stages of a step of Muon: momentum, direction, orthogonalization, update.
+
+The first two and the last go entry by entry, on whatever part of a parameter a rank holds. The
+orthogonalization needs whole matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks import expand
+from blockopt.distributed import full, local, local_part
+from blockopt.optim.entry import Entry
+from blockopt.optim.finite_gradients import put_back, share_kept
+from blockopt.optim.matrix_sections import (
+    Section,
+    block_sizes,
+    section_scales,
+    sections,
+    update_size,
+)
+from blockopt.optim.newton_schulz import iteration_dtype, orthogonalize
+
+# Entries orthogonalized in one batch: enough to fill the device, few enough to bound memory.
+CPU_BATCH, GPU_BATCH = 1 << 20, 1 << 24
+
+
+class Waiting(NamedTuple):
+    """A parameter that waits for its step.
+
+    Attributes:
+        entry: The parameter.
+        group: The options of its group.
+        found_inf: Where it is 1 nothing may change. None if the gradients are known to be finite.
+    """
+
+    entry: Entry
+    group: dict[str, Any]
+    found_inf: Tensor | None
+
+
+class MatrixStep(NamedTuple):
+    """One parameter in a step of Muon.
+
+    Attributes:
+        entry: The parameter.
+        direction: What is orthogonalized, sharded as the parameter is.
+        lr: The learning rate of its group.
+        kept: The share of the weights that weight decay leaves.
+        iterations: Steps of the orthogonalization.
+    """
+
+    entry: Entry
+    direction: Tensor
+    lr: float | Tensor
+    kept: float | Tensor
+    iterations: int
+
+
+class Piece(NamedTuple):
+    """Matrices on their way through a batch: where they come from, and what takes the result."""
+
+    source: Section
+    take: Callable[[Tensor], None]
+    iterations: int
+
+
+def momentum_direction(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> Tensor:
+    """Update the momentum and return the direction to orthogonalize.
+
+    Where `found_inf` is 1 the momentum takes the place of the gradient, and so stays as it is.
+    """
+    gradient = -entry.gradient if group["maximize"] else entry.gradient
+    buffer: Tensor = entry.state["momentum_buffer"]
+    if found_inf is not None:
+        gradient = gradient.clone()
+        put_back(found_inf, [local(gradient)], [local(buffer)])
+    buffer.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def start_step(waiting: Waiting) -> MatrixStep:
+    """What a step does entry by entry, on the own shard, before the orthogonalization.
+
+    Where `found_inf` is 1 the step has length 0.
+    """
+    entry, group, found_inf = waiting
+    lr = group["lr"]
+    if found_inf is not None:
+        lr = lr * share_kept(found_inf, entry.parameter.dtype)
+    kept = 1 - lr * group["weight_decay"]
+    direction = momentum_direction(entry, group, found_inf)
+    return MatrixStep(entry, direction, lr, kept, group["iterations"])
+
+
+def pieces(step: MatrixStep) -> Iterator[Piece]:
+    """The matrices of a parameter, which apply their own updates."""
+    entry = step.entry
+    targets = sections(entry.parameter, entry.blocks)
+    scales = section_scales(_wide_scale(entry), entry.blocks, targets)
+    for source, target, scale in zip(sections(step.direction, entry.blocks), targets, scales):
+        factor = scale * (step.lr * update_size(source.matrix_shape))
+        yield Piece(source, partial(apply, target.view, factor, step.kept), step.iterations)
+
+
+def gather_and_apply(step: MatrixStep) -> None:
+    """Orthogonalize a sharded parameter on every rank, and apply the own part."""
+    whole = full(step.direction)
+    update = torch.empty_like(whole, dtype=iteration_dtype(whole))
+    in_batches(orthogonalized_into(update, whole, step))
+    apply_part(step, local_part(update, step.entry.parameter))
+
+
+def orthogonalized_into(update: Tensor, whole: Tensor, step: MatrixStep) -> Iterator[Piece]:
+    """The matrices of a whole direction, which leave their results in `update`."""
+    blocks = step.entry.blocks
+    for source, target in zip(sections(whole, blocks), sections(update, blocks)):
+        yield Piece(source, partial(_put, target.view), step.iterations)
+
+
+def _put(target: Tensor, update: Tensor) -> None:
+    target.copy_(update.view(target.shape))
+
+
+def apply_part(step: MatrixStep, update: Tensor) -> None:
+    """Apply the part of an update that belongs to the own shard of the parameter."""
+    parameter, blocks = step.entry.parameter, step.entry.blocks
+    like = torch.empty(parameter.shape, device="meta")
+    scale = _wide_scale(step.entry)
+    sizes = step.lr * block_sizes(blocks, sections(like, blocks)).to(scale.device)
+    factor = expand(scale * sizes.to(scale.dtype), blocks.split, parameter.ndim)
+    apply(local(parameter), local_part(factor, parameter), step.kept, update)
+
+
+def apply(weights: Tensor, factor: Tensor, kept: float | Tensor, update: Tensor) -> None:
+    """`w ← kept · w − factor · update`."""
+    weights.mul_(kept)
+    # Operations on two dtypes are slow on a CPU, conversions are not.
+    weights.addcmul_(update.reshape(weights.shape).to(weights.dtype), factor, value=-1)
+
+
+def _wide_scale(entry: Entry) -> Tensor:
+    """The scales of the blocks in the dtype of the weights, or float32 if that has less bits."""
+    scale: Tensor = entry.state["scale"]
+    return scale.to(torch.promote_types(scale.dtype, entry.parameter.dtype))
+
+
+def in_batches(found: Iterable[Piece]) -> None:
+    """Orthogonalize matrices, those of equal shape in batches, and hand them to their takers."""
+    pending: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in found:
+        view, shape = piece.source.view, piece.source.matrix_shape
+        key = (shape, view.dtype, view.device, piece.iterations)
+        batch = pending.setdefault(key, [])
+        batch.append(piece)
+        count = sum(len(member.source.view) for member in batch)
+        largest = CPU_BATCH if view.device.type == "cpu" else GPU_BATCH
+        if count * math.prod(shape) >= largest:
+            _orthogonalize_batch(pending.pop(key))
+    for batch in pending.values():
+        _orthogonalize_batch(batch)
+
+
+def _orthogonalize_batch(batch: list[Piece]) -> None:
+    first = batch[0].source
+    lengths = [len(piece.source.view) for piece in batch]
+    dtype = iteration_dtype(first.view)
+    stack = first.view.new_empty((sum(lengths), *first.matrix_shape), dtype=dtype)
+    for slot, piece in zip(stack.split(lengths), batch):
+        slot.view(piece.source.view.shape).copy_(piece.source.view)
+    orthogonal = orthogonalize(stack, batch[0].iterations)
+    for update, piece in zip(orthogonal.split(lengths), batch):
+        piece.take(update)
