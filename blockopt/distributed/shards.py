@@ -125,7 +125,8 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     for dim in {placement.dim for _, placement in shard_dims(like)}:
         if whole.shape[dim] > 1:
-            pieces = [whole.narrow(dim, a, b - a) for a, b in local_stretches(like, dim)]
+            stretches = local_stretches(like, dim) or [(0, 0)]  # an empty shard
+            pieces = [whole.narrow(dim, a, b - a) for a, b in stretches]
             whole = torch.cat(pieces, dim) if len(pieces) != 1 else pieces[0]
     return whole
 

@@ -259,12 +259,14 @@ class _Exchange:
         sent = self.like.new_zeros(longest)
         packed = _pack([mine[i] for i in of_replica[self.replica]], self.like)
         sent[: len(packed)] = packed
-        got = self.like.new_empty(longest * len(of_replica))
-        dist.all_gather_into_tensor(
-            got.view(torch.uint8), sent.view(torch.uint8), group=self.team.replicas
+        got = [torch.empty_like(sent) for _ in of_replica]
+        dist.all_gather(
+            [buffer.view(torch.uint8) for buffer in got],
+            sent.view(torch.uint8),
+            group=self.team.replicas,
         )
         results: dict[int, Tensor] = {}
-        for chosen, some, buffer in zip(of_replica, shapes, got.split(longest)):
+        for chosen, some, buffer in zip(of_replica, shapes, got):
             results.update(zip(chosen, _unpack(buffer, some)))
         return results
 
