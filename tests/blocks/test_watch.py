@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from blockopt import BlockAdamW, Blocks, Split, find_blocks, param_groups
 from blockopt.blocks import ROW_ROLES
@@ -149,6 +150,27 @@ def test_an_example_of_another_kind_is_refused():
 def test_an_example_that_does_not_run_the_model_is_refused():
     with pytest.raises(ValueError, match=r"uses no parameter of Letters"):
         find_blocks(research_model("letters"), example=lambda: torch.zeros(2) + 1)
+
+
+def test_a_pass_of_one_token_or_without_gradients_is_refused():
+    model = research_model("letters")
+    with pytest.raises(ValueError, match="two or more tokens"):
+        find_blocks(model, example=tokens()[:, :1])
+    with torch.inference_mode(), pytest.raises(ValueError, match="ran without gradients"):
+        find_blocks(model, example=tokens())
+
+
+def test_a_compiled_and_a_checkpointed_model_are_understood():
+    class Checkpointed(Letters.Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, expected = research_model("letters"), RESEARCH["letters"][2]
+    found = find_blocks(torch.compile(model), example=tokens())
+    assert {name.removeprefix("_orig_mod."): blocks for name, blocks in found.items()} == expected
+    for block in model.blocks:
+        block.__class__ = Checkpointed
+    assert find_blocks(model, example=tokens()) == expected
 
 
 def test_a_model_without_weights_is_refused():

@@ -100,6 +100,8 @@ def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | N
 
     The weights of one query depend on the scores of one query with several keys.
     """
+    if not weights.requires_grad:
+        return None
     side, length = Side(weights, (query_axis,)), weights.shape[query_axis]
     for query in dict.fromkeys((length - 1, 0, length // 2, length // 4)):
         derivative = pull(weights, scores, side.at(side.axes, (query,))).abs()

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, merge_heads
 from blockopt.blocks.split import Split
 from blockopt.blocks.watch import embeddings
-from blockopt.blocks.watch.attention import attention_calls, biases_of, label_attention
+from blockopt.blocks.watch.attention import (
+    AttentionCall,
+    attention_calls,
+    biases_of,
+    label_attention,
+)
 from blockopt.blocks.watch.feed_forward import feed_forwards, routers
 from blockopt.blocks.watch.forward_graph import ForwardGraph, recorded_pass
 from blockopt.blocks.watch.linear_maps import (
@@ -31,7 +36,7 @@ def layouts_of_pass(
     """Run `model` once on `example`, and return the layouts of the parameters that it explains.
 
     Raises:
-        ValueError: If the example does not run the model.
+        ValueError: If the example does not run the model, or not so that derivatives tell heads.
     """
     with recorded_pass(model, example) as graph:
         if not any(value.kind == "weight" for op in graph.ops for value in op.inputs):
@@ -41,6 +46,7 @@ def layouts_of_pass(
             )
         maps = linear_maps(graph)
         calls = attention_calls(graph, maps)
+        _check_calls(calls)
         weights, biases, outputs = label_attention(graph, maps, calls)
         factors = label_factors(graph, maps, weights.layouts(), weights)
         made, taking = factors | weights.layouts(), outputs.layouts()
@@ -71,6 +77,21 @@ def layouts_of_pass(
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found
     return found
+
+
+def _check_calls(calls: list[AttentionCall]) -> None:
+    """Raise `ValueError` if derivatives cannot tell anything about any attention."""
+    if calls and not any(call.output.value.tensor.requires_grad for call in calls):
+        raise ValueError(
+            "The model ran without gradients, by which heads are told apart. Find the blocks "
+            "outside of torch.inference_mode, without torch.no_grad in the code of the model, and "
+            "without activation checkpointing that has use_reentrant=True."
+        )
+    if calls and not any(role == "query" for call in calls for role, _ in call.operands):
+        raise ValueError(
+            "Invalid example: attention saw a single token, or weights that do not depend on its "
+            "scores. Must have two or more tokens, so that queries and keys can be told apart."
+        )
 
 
 def _ends(
