@@ -38,7 +38,7 @@ from blockopt.blocks.linear_maps import (
     words,
 )
 from blockopt.blocks.mlps import mlp_layouts
-from blockopt.blocks.overrides import UnknownBlocksError, match_overrides
+from blockopt.blocks.overrides import EXAMPLE_HELPS, UnknownBlocksError, match_overrides
 from blockopt.blocks.recurrent import recurrent_layouts
 from blockopt.blocks.watch import layouts_of_pass, reconcile
 
@@ -89,7 +89,7 @@ def find_blocks(
     With an `example` the model runs once, without leaving a trace, and what each weight does is
     seen where it is used: which rows make the queries, keys and values of which head, and what is
     an MLP, a norm, an embedding or the head. No name is needed for that. Where a name says another
-    thing than the pass, it raises.
+    thing than the pass shows, the pass is taken, and a warning tells both readings.
 
     Args:
         model: Any module.
@@ -109,8 +109,8 @@ def find_blocks(
     Raises:
         UnknownBlocksError: If parameters can be read in more than one way. A `ValueError` whose
             message names all of them, and whose `overrides` fit their shapes.
-        ValueError: If an override fits no parameter or not its shape, or if `per_row` holds a role
-            that has no rows, or if the pass on `example` and the names disagree.
+        ValueError: If an override fits no parameter or not its shape, if `per_row` holds a role
+            that has no rows, or if the model cannot run on `example`.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)
@@ -149,7 +149,7 @@ def find_blocks(
         blocks[name] = entry
     if unknown:
         raise UnknownBlocksError(unknown, shapes, may_watch=example is None)
-    _warn_of_others(model, blocks, shapes, chosen)
+    _warn_of_others(model, blocks, shapes, chosen, watched=example is not None)
     return blocks
 
 
@@ -316,6 +316,7 @@ def _warn_of_others(
     blocks: Mapping[str, Blocks],
     shapes: Mapping[str, tuple[int, ...]],
     chosen: Collection[str],
+    watched: bool,
 ) -> None:
     """Say once for a model that much of it has no role."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -334,6 +335,7 @@ def _warn_of_others(
         f"{share:.0%} of the weights of {type(model).__name__} have no role in a transformer, most "
         f"of them in {', '.join(largest)}, such as {example!r}. They are `other`: BlockMuon takes "
         "AdamW for them, and BlockLR gives all of them one scale. If they have a role, say so: "
-        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}}).",
+        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}})."
+        + ("" if watched else EXAMPLE_HELPS),
         stacklevel=3,
     )

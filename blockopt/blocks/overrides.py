@@ -11,7 +11,7 @@ from blockopt.blocks.layouts import Ambiguity
 from blockopt.blocks.split import Split
 
 Shapes = dict[str, tuple[int, ...]]
-_EXAMPLE_HELPS = (
+EXAMPLE_HELPS = (
     " Or pass example=batch, what the model is called with, to see it in one forward pass."
 )
 
@@ -114,7 +114,7 @@ class UnknownBlocksError(ValueError):
             f"Cannot tell the blocks of {number}:\n" + "\n".join(lines) + "\nPass overrides={\n"
             f"{entries}}} to find_blocks, after correcting what is wrong for your model. These fit "
             "the shapes. A single role, such as 'other', makes one block."
-            + (_EXAMPLE_HELPS if may_watch else "")
+            + (EXAMPLE_HELPS if may_watch else "")
         )
 
 

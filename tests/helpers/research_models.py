@@ -49,7 +49,7 @@ class Letters(nn.Module):
             self.drop = nn.Dropout(0.2)
 
         def heads(self, x: Tensor) -> Tensor:
-            return x.unflatten(-1, (self.h, DH)).transpose(1, 2)
+            return x.unflatten(-1, (-1, DH)).transpose(1, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.a(x)
@@ -464,13 +464,13 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qg, self.kv, self.back = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.qg, self.two, self.back = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(D, D)
         self.nq, self.nk = nn.LayerNorm(D), nn.LayerNorm(D)
         self.wide, self.thin = nn.Linear(D, 2 * HIDDEN), nn.Linear(HIDDEN, D)
 
     def forward(self, x: Tensor) -> Tensor:
         q, gate = self.qg(x).view(B, T, H, 2, DH).unbind(3)
-        k, v = self.kv(x).chunk(2, dim=-1)
+        k, v = self.two(x).chunk(2, dim=-1)
         q, k = self.nq(q.flatten(2)), self.nk(k)
         q, k, v = (y.view(B, T, H, DH).transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
@@ -480,7 +480,7 @@ class Gated(nn.Module):
 
 GATED = {
     **with_bias("qg", cut(0, repeat=H, query=(DH, 1), gate=(DH, 1))),
-    **with_bias("kv", cut(0, key=(D, H), value=(D, H))),
+    **with_bias("two", cut(0, key=(D, H), value=(D, H))),
     **norm("nq"),
     **norm("nk"),
     **with_bias("back", by_head("output", dim=1), whole_bias=True),

@@ -215,6 +215,8 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
                 f"Cannot run the model on `example`: {name!r} is {what}. Find the blocks with "
                 "whole weights, before sharding, and pass them on as `blocks`."
             )
+    if torch.is_inference_mode_enabled():
+        raise ValueError("Cannot run the model on `example` inside torch.inference_mode. Leave it.")
     graph = ForwardGraph(model)
     mha = torch.backends.mha
     with ExitStack() as stack:

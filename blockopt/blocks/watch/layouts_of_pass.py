@@ -83,9 +83,9 @@ def _check_calls(calls: list[AttentionCall]) -> None:
     """Raise `ValueError` if derivatives cannot tell anything about any attention."""
     if calls and not any(call.output.value.tensor.requires_grad for call in calls):
         raise ValueError(
-            "The model ran without gradients, by which heads are told apart. Find the blocks "
-            "outside of torch.inference_mode, without torch.no_grad in the code of the model, and "
-            "without activation checkpointing that has use_reentrant=True."
+            "The model ran without gradients, by which heads are told apart. Find its blocks "
+            "without torch.no_grad in its code, and without use_reentrant=True in activation "
+            "checkpointing."
         )
     if calls and not any(role == "query" for call in calls for role, _ in call.operands):
         raise ValueError(

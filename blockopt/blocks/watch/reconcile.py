@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,16 +21,16 @@ def reconcile(
     names: Mapping[Any, str],
     settled: Collection[str],
 ) -> Layouts:
-    """Take what the pass shows where the names of modules say nothing, or nothing certain.
+    """Take what the pass shows, and names where it shows nothing certain.
+
+    Where the two disagree about what a pass proves, the pass is right, and a warning tells both
+    readings.
 
     Args:
         by_names: The layouts that the names of modules give.
         in_pass: The layouts that the pass shows.
         names: The name of every parameter that counts.
         settled: The names of those that have an override.
-
-    Raises:
-        ValueError: If the two disagree, with both readings of each parameter.
     """
     result: Layouts = dict(by_names)
     disagreements = []
@@ -41,9 +42,8 @@ def reconcile(
             result[parameter] = seen
         elif isinstance(seen, Ambiguity):
             continue
-        elif seen.split and seen.split.stack > 1 and said.split and said.split.dim == 0:
-            result[parameter] = seen  # by the names a stack is cut into matrices, and no further
         elif _PROVEN & {*seen.roles, *said.roles} and "bias" not in said.roles:
+            result[parameter] = seen
             disagreements.append(
                 f"  {name!r} of shape {tuple(parameter.shape)}\n"
                 f"    by its name: {_shown(said)}\n"
@@ -54,10 +54,11 @@ def reconcile(
         elif said == (("bias",), None) and set(seen.roles) == {"bias"}:
             result[parameter] = seen  # cut like its weight, which names did not find
     if disagreements:
-        raise ValueError(
-            "The names of modules and the forward pass on `example` disagree about "
-            f"{len(disagreements)} parameters:\n" + "\n".join(disagreements) + "\nPass the right "
-            "one of each as overrides={name: Blocks(...)}, or leave `example` out to go by names."
+        warnings.warn(
+            "The names of modules say another thing than the forward pass on `example` shows. The "
+            "pass is taken for\n" + "\n".join(disagreements) + "\nTo settle it, pass the right one "
+            "of each as overrides={name: Blocks(...)}.",
+            stacklevel=3,
         )
     return result
 
