@@ -326,7 +326,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             ValueError: If a saved state has the wrong shape, or is none that this optimizer knows
-                (such as that of `amsgrad`).
+                (such as that of `amsgrad`), or if `second_moment` is another.
         """
         blocks = [group["blocks"] for group in self.param_groups]
         loaded: list[dict[str, Any]] = []
@@ -379,6 +379,12 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 "blockopt.regroup_state_dict(checkpoint, optimizer, model))."
             )
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
+            kinds = [g.get("second_moment", "coordinate") for g in (saved, mine)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"The checkpoint is of second_moment={kinds[0]!r}, and this optimizer has "
+                    f"{kinds[1]!r}. Build it with that of the checkpoint."
+                )
             group = {**mine, **saved, "params": mine["params"]}
             rows = zip(saved["params"], names_of(mine), mine["params"], blocks_of(group))
             for index, name, parameter, blocks in rows:

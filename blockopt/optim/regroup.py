@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.optim.base import BLOCK_LR, BlockOptimizer
+from blockopt.optim.groups import blocks_of
 
 GROUP_ONLY = {"params", "param_names", "blocks", "role", BLOCK_LR}  # no options of the update
 
@@ -30,6 +31,9 @@ def regroup_state_dict(
     group must hold the parameters in the order of `model.parameters()`, all of them or those that
     train; several groups must each hold those of certain numbers of dimensions in that order, as in
     nanoGPT and the Trainer, whose first group has the matrices and whose second has the vectors.
+
+    What `torch.distributed.checkpoint`'s `get_optimizer_state_dict` returned, sharded or full, goes
+    by names, and so does the result, for `set_optimizer_state_dict`.
 
     Options such as `lr`, `betas` or `weight_decay` come from the checkpoint where all parameters of
     a group agree on them, and stay those of the optimizer elsewhere.
@@ -53,13 +57,14 @@ def regroup_state_dict(
     """
     saved_groups = state_dict["param_groups"]
     saved = [(index, group) for group in saved_groups for index in group["params"]]
+    by_name = all(isinstance(index, str) for index, _ in saved)
     entry_of = dict(zip(_saved_names(state_dict, model), saved))
     names = {parameter: unwrapped_name(name) for name, parameter in model.named_parameters()}
     groups: list[dict[str, Any]] = []
-    state: dict[int, Any] = {}
+    state: dict[int | str, Any] = {}
     numbers = itertools.count()
     for group in optimizer.param_groups:
-        own = [next(numbers) for _ in group["params"]]
+        own = [names[p] if by_name else next(numbers) for p in group["params"]]
         sources = []
         for number, parameter in zip(own, group["params"]):
             name = names.get(parameter)
@@ -75,10 +80,14 @@ def regroup_state_dict(
             if index in state_dict["state"]:
                 entries = state_dict["state"][index]
                 state[number] = _for_optimizer(entries, parameter, name, optimizer)
+                if by_name and isinstance(optimizer, BlockOptimizer):  # DCP asks for all keys
+                    state[number] = {"scale": _scale_of(group, parameter), **state[number]}
         kept = {key: value for key, value in group.items() if key != "params"}
         groups.append({**kept, **_agreed_options(kept, sources), "params": own})
     if BLOCK_LR in saved_groups[0]:
         groups[0][BLOCK_LR] = saved_groups[0][BLOCK_LR]
+    elif by_name and BLOCK_LR in optimizer.state_dict()["param_groups"][0]:
+        groups[0][BLOCK_LR] = ""
     return {"state": state, "param_groups": groups}
 
 
@@ -90,6 +99,8 @@ def unwrapped_name(name: str) -> str:
 def _saved_names(state_dict: dict[str, Any], model: nn.Module) -> list[str]:
     """The names of the saved parameters, group by group."""
     groups = state_dict["param_groups"]
+    if all(isinstance(index, str) for group in groups for index in group["params"]):
+        return [name for group in groups for name in group["params"]]
     if all("param_names" in group for group in groups):
         return [unwrapped_name(name) for group in groups for name in group["param_names"]]
     everything = list(model.named_parameters())
@@ -149,6 +160,12 @@ def _for_optimizer(
                 f"{tuple(parameter.shape)}."
             )
     return {key: value for key, value in state.items() if key != "scale"}
+
+
+def _scale_of(group: dict[str, Any], parameter: Tensor) -> Tensor:
+    """The scales of a parameter that the checkpoint has none for."""
+    index = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    return torch.ones(blocks_of(group)[index].num_blocks, device=parameter.device)
 
 
 def _agreed_options(group: dict[str, Any], sources: list[dict[str, Any]]) -> dict[str, Any]:

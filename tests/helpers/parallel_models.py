@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,9 +114,9 @@ def replicated() -> Parallel:
     return Parallel(DistributedDataParallel(decoder()), rank, world)
 
 
-def fsdp(mesh: DeviceMesh) -> Parallel:
+def fsdp(mesh: DeviceMesh, **options: Any) -> Parallel:
     """FSDP2, or HSDP on a mesh of two dimensions."""
-    model = _fully_sharded(decoder(), mesh)
+    model = _fully_sharded(decoder(), mesh, **options)
     return Parallel(model, torch.distributed.get_rank(), mesh.size())
 
 
@@ -149,10 +149,10 @@ def two_meshes() -> Parallel:
     return Parallel(fully_shard(model, mesh=other), torch.distributed.get_rank(), world)
 
 
-def _fully_sharded(model: Decoder, mesh: DeviceMesh) -> nn.Module:
+def _fully_sharded(model: Decoder, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def _cut_heads(model: Decoder, mesh: DeviceMesh) -> Decoder:
