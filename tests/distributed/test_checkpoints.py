@@ -155,6 +155,7 @@ def loads(folder, source, rank=0):
 
 
 @pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_four_ranks_save_and_any_number_loads(tmp_path):
     """Training goes on as it would have: in the same layout to the last digit but one.
 
