@@ -24,7 +24,7 @@ def trained(parallel, name):
         placed = {n: getattr(p.grad, "placements", None) for n, p in named(parallel)}
         optimizer.step()
         assert {n: getattr(p.grad, "placements", None) for n, p in named(parallel)} == placed
-    return {n: gathered(p.detach()) for n, p in named(parallel)}
+    return {n.removeprefix("module."): gathered(p.detach()) for n, p in named(parallel)}
 
 
 def named(parallel):
@@ -67,7 +67,8 @@ def on_two_ranks(rank):
     def sequence_parallel():
         return parallel_models.sequence_parallel(mesh)
 
-    for build in (fsdp, tensor_parallel, sequence_parallel, parallel_models.two_meshes):
+    replicated, two_meshes = parallel_models.replicated, parallel_models.two_meshes
+    for build in (replicated, fsdp, tensor_parallel, sequence_parallel, two_meshes):
         assert_equals_one_process(build)
     few_collectives(mesh)
 
