@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from blockopt.distributed.ranks import num_ranks
@@ -23,8 +23,11 @@ Stretches = list[tuple[int, int]]  # from (included) to (excluded) along one dim
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is spread over ranks.
 
-    `DTensor` is imported where it is used: its import takes as long as that of torch itself.
+    `DTensor` is imported where it is used: its import takes as long as that of torch itself. Plain
+    tensors come first, since every step asks hundreds of times.
     """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     from torch.distributed.tensor import DTensor

@@ -151,16 +151,16 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
     def _init_group(self, group: dict[str, Any], only_with_gradient: bool = True) -> None:
         """Create missing states; because of its name `torch.compile` keeps it out of the graph."""
-        for parameter, blocks in zip(group["params"], blocks_of(group)):
-            if parameter.grad is None and only_with_gradient:
-                continue
-            state = self.state[parameter]
-            if len(state) == 0:
+        missing = [not self.state.get(parameter) for parameter in group["params"]]
+        if not any(missing):
+            return
+        for parameter, blocks, new in zip(group["params"], blocks_of(group), missing):
+            if new and (parameter.grad is not None or not only_with_gradient):
                 check_supported(parameter)
                 if self._needs_shapes(group):
                     self._refuse_flattened(group, type(self).__name__)
-                state.update(self._new_state(parameter, blocks, group))
-                state["scale"] = _ones(blocks, parameter)
+                state = self._new_state(parameter, blocks, group)
+                self.state[parameter] = {**state, "scale": _ones(blocks, parameter)}
 
     def _refuse_flattened(self, group: dict[str, Any], what: str) -> None:
         for known, shapes in zip(self.param_groups, self._shapes):
@@ -169,6 +169,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:
         entries = []
+        looks = not is_recorded() and self._scaled  # in this order: no guard
         for name, parameter, blocks in zip(names_of(group), group["params"], blocks_of(group)):
             gradient = parameter.grad
             if gradient is None:
@@ -180,7 +181,6 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 )
             gradient = placed_like(gradient, parameter)
             state = self.state[parameter]
-            looks = not is_recorded() and self._scaled  # in this order: no guard
             runs = self._runs_of(state["scale"], blocks, parameter) if looks else None
             entries.append(Entry(name, parameter, gradient, blocks, state, runs))
         return entries

@@ -50,13 +50,19 @@ def found_nonfinite(parameters: list[Tensor], magnitudes: list[Tensor], everywhe
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for magnitude in magnitudes:
-        by_device.setdefault(magnitude.device, []).append(magnitude.reshape(-1))
-    flags = [(~torch.isfinite(torch.cat(some))).any().float() for some in by_device.values()]
+        by_device.setdefault(magnitude.device, []).append(magnitude)
+    flags = [(~torch.isfinite(_in_a_row(some))).any().float() for some in by_device.values()]
     device = parameters[0].device if parameters else None  # a rank may have been given none
     flag = flags[0] if flags else torch.zeros((), device=device)
     for other in flags[1:]:
         flag = torch.maximum(flag, other.to(flag.device, non_blocking=True))
     return flag if num_ranks() == 1 else _over_ranks(flag, parameters, everywhere)
+
+
+def _in_a_row(magnitudes: list[Tensor]) -> Tensor:
+    if all(magnitude.ndim == 0 for magnitude in magnitudes):
+        return torch.stack(magnitudes)
+    return torch.cat([magnitude.reshape(-1) for magnitude in magnitudes])
 
 
 @_disable_dynamo

@@ -27,6 +27,9 @@ def fused_kernel_serves(*columns: list[Tensor]) -> bool:
 
 def by_dtype(*columns: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
     """The columns, divided by the dtype of the first."""
+    if len({p.dtype for p in columns[0]}) == 1:
+        yield [list(column) for column in columns]
+        return
     kinds: dict[torch.dtype, list[int]] = {}
     for i, p in enumerate(columns[0]):
         kinds.setdefault(p.dtype, []).append(i)

@@ -14,7 +14,8 @@ from torch import Tensor
 from blockopt.blocks import Blocks, expand
 from blockopt.distributed import local, local_part
 
-SHORTEST = 1 << 15  # entries per stretch; below, a call of the kernel costs more than it saves
+# Entries per stretch, below which views cost more than they save; a few of them never do.
+SHORTEST, FEW = 1 << 15, 4
 
 
 class ScaleRun(NamedTuple):
@@ -39,7 +40,7 @@ def scale_runs(scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRu
         return None
     rows = local_part(expand(scale, blocks.split, parameter.ndim), parameter).flatten()
     starts = [0, *((rows[1:] != rows[:-1]).nonzero().flatten() + 1).tolist()]
-    if part.numel() < SHORTEST * len(starts):
+    if len(starts) > FEW and part.numel() < SHORTEST * len(starts):
         return None
     ends = [*starts[1:], len(rows)]
     pairs = zip(starts, ends, rows[starts].tolist())
