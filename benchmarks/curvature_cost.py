@@ -94,6 +94,7 @@ def measure_cost(config: GPT2Config, batch: int, rounds: int) -> Results:
         by="role",
         num_probes=1,
         generator=torch.Generator().manual_seed(0),
+        known={},
     )
 
     def prepare(name: str) -> None:  # a refresh finds the gradients of the step before it

@@ -101,6 +101,7 @@ def measure(name: str, point: Point, num_probes: int = 1, seed: int = 0) -> Curv
         by="role",
         num_probes=num_probes,
         generator=torch.Generator().manual_seed(seed),
+        known={},
     )
     point.loss().backward()  # "gradient" reads the gradients
     found = MEASURED[name](request)

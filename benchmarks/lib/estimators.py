@@ -16,7 +16,7 @@ Curvature = Mapping[str, Tensor]
 def _analytic(request: Request, part: Any) -> Curvature:
     model, losses, blocks = request.model, request.losses, request.blocks
     probes = {"num_probes": request.num_probes, "generator": request.generator}
-    return analytic(model, losses, blocks=blocks, part=part, **probes)
+    return analytic(model, losses, blocks=blocks, part=part, known=request.known, **probes)
 
 
 MEASURED: dict[str, Callable[[Request], Curvature]] = {

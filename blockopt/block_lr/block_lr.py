@@ -172,6 +172,7 @@ class BlockLR:
         self._served = 0  # the last due step that was followed by a refresh
         self._smoothing = Smoothing(beta)
         self._log_scales: dict[str, Tensor] = {}  # as applied
+        self._known: dict[Any, Any] = {}  # what the estimator keeps from refresh to refresh
         self._hooks = hooks_for(optimizer, model, self._wants_update)
         block_groups(self._hooks.blocks(), by)  # checks `by`
         self._hooks.attach(
@@ -287,6 +288,7 @@ class BlockLR:
                 by=self._options.by,
                 num_probes=self._num_probes,
                 generator=torch.Generator().manual_seed(seed),
+                known=self._known,
             )
         )
 

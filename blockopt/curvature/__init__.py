@@ -6,7 +6,7 @@ Each estimator returns `{parameter name: mean curvature of each block}`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class Request(NamedTuple):
         by: Which blocks share a scale.
         num_probes: Samples per batch.
         generator: Draws the samples.
+        known: What an estimator keeps from one refresh to the next, with the same loss function.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     by: Level
     num_probes: int
     generator: torch.Generator
+    known: dict[Any, Any]
 
 
 class Estimator(NamedTuple):
@@ -99,7 +101,12 @@ ESTIMATORS = {
     ),
     "analytic": Estimator(
         lambda r: analytic(
-            r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
+            r.model,
+            r.losses,
+            blocks=r.blocks,
+            num_probes=r.num_probes,
+            generator=r.generator,
+            known=r.known,
         ),
         needs_loss=True,
         needs_update=False,

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from blockopt import Blocks, Split, find_blocks
 from blockopt.blocks import block_numel
 from blockopt.curvature import analytic
+from blockopt.curvature.analytic import sequence_gradients
 from blockopt.curvature.analytic.layer_calls import capture_layers, drop_parameters_used_elsewhere
 from blockopt.curvature.analytic.sequence_gradients import find_independence
 from blockopt.measure.attention_capture import capture_attention
@@ -78,6 +79,22 @@ def test_closed_forms_are_in_use(family):
     above = [call for call in separate if call.attention_calls == len(attention)]
     assert len(above) >= 3
     assert all(call.local for call in above)
+
+
+def test_independence_is_tried_once_for_each_shape(monkeypatch):
+    tried = []
+    once = sequence_gradients._try_last_rows
+    monkeypatch.setattr(
+        sequence_gradients, "_try_last_rows", lambda *a: tried.append(1) or once(*a)
+    )
+    model, known = build(layers=2), {}
+    for batch, expected in ((2, 1), (2, 1), (3, 2)):
+        loss = language_loss(model, batch, 3)
+        kept = analytic(model, loss, known=known)
+        assert len(tried) == expected
+        afresh = analytic(model, loss)
+        tried.pop()
+        assert all(torch.equal(kept[name], afresh[name]) for name in afresh)
 
 
 KINDS = [

@@ -61,6 +61,11 @@ class LayerCall(NamedTuple):
             x=x, y=y, to_sequences=lambda d: self.to_sequences(d).reshape(1, -1, d.shape[-1])
         )
 
+    def changed(self, joined: bool, local: bool) -> LayerCall:
+        """Return the same call, with its sequences joined and its positions mixed if they are."""
+        call = self.as_one_sequence() if joined else self
+        return call._replace(local=self.local and local)
+
 
 @contextmanager
 def capture_layers(model: nn.Module, attention: list[AttentionCall]) -> Iterator[list[LayerCall]]:

@@ -141,7 +141,10 @@ def _dense_gradients(gradients: list[LayerGradient]) -> Iterator[Tensor]:
 
 
 def find_independence(
-    curvature: LossCurvature, layers: list[LayerCall], attention_output: Tensor | None
+    curvature: LossCurvature,
+    layers: list[LayerCall],
+    attention_output: Tensor | None,
+    known: dict[Any, Any] | None = None,
 ) -> tuple[list[LayerCall], bool]:
     """Find out which sequences and positions have independent gradients.
 
@@ -149,27 +152,51 @@ def find_independence(
         curvature: Has the predictions.
         layers: The captured calls.
         attention_output: The output of the last attention, (B, H, T, dv), if there is any.
+        known: The answer that an earlier call has left here. It is taken if all shapes are still
+            the same, and saves a backward pass.
 
     Returns:
         The calls, joined into one sequence where sequences are not independent and with `local`
         set, and whether the attention output is independent from position to position.
     """
+    known = {} if known is None else known
+    question = _shapes(curvature, layers, attention_output)
+    if question not in known:
+        known.clear()  # the last one is enough
+        known[question] = _try_last_rows(curvature, layers, attention_output)
+    changes, local = known[question]
+    return [layer.changed(*change) for layer, change in zip(layers, changes)], local
+
+
+def _shapes(
+    curvature: LossCurvature, layers: list[LayerCall], attention_output: Tensor | None
+) -> tuple[Any, ...]:
+    """All that the answer may depend on, short of the loss function itself."""
+    calls = tuple((layer.module, layer.kind, tuple(layer.y.shape)) for layer in layers)
+    predictions = tuple(tuple(prediction.shape) for prediction in curvature.predictions)
+    return calls, predictions, None if attention_output is None else tuple(attention_output.shape)
+
+
+def _try_last_rows(
+    curvature: LossCurvature, layers: list[LayerCall], attention_output: Tensor | None
+) -> tuple[list[tuple[bool, bool]], bool]:
+    """For each call whether it is joined and local, and whether the attention output is local."""
     outputs = [] if attention_output is None else [attention_output]
     inputs: list[Any] = [*(layer.edge for layer in layers), *outputs]
-    local = bool(outputs)
+    changes, local = [(False, True)] * len(layers), bool(outputs)
     for vector in curvature.last_rows() if inputs else ():
         gradients = torch.autograd.grad(
             curvature.predictions, inputs, vector, retain_graph=True, allow_unused=True
         )
-        layers = [_join_dependent(layer, d) for layer, d in zip(layers, gradients)]
+        found = [_dependence(layer, d) for layer, d in zip(layers, gradients)]
+        changes = [(a or c, b and d) for (a, b), (c, d) in zip(changes, found)]
         for gradient in gradients[len(layers) :]:
             positions = 0 if gradient is None else int(gradient.ne(0).any(-1).any(1).sum())
             local = local and positions <= 1
-    return layers, local
+    return changes, local
 
 
-def _join_dependent(layer: LayerCall, d: Tensor | None) -> LayerCall:
-    """Join the sequences of a call if one row of predictions depends on several."""
+def _dependence(layer: LayerCall, d: Tensor | None) -> tuple[bool, bool]:
+    """Whether one row of predictions depends on several sequences, and on one position at most."""
     reached = torch.zeros(1, 1) if d is None else layer.to_sequences(d).ne(0).any(-1)  # (S, T)
-    joined = layer if int(reached.any(1).sum()) <= 1 else layer.as_one_sequence()
-    return joined._replace(local=layer.local and int(reached.sum()) <= 1)
+    return int(reached.any(1).sum()) > 1, int(reached.sum()) <= 1
