@@ -56,9 +56,8 @@ def figure_weights(run: Run) -> Outcome:
         name = NAMES[scaled]
         data = run.growth(measure, scales(run, -2, 0), f"Weights, {name}")
         powers = {label: power[number] for label, power in POWERS.items()}
-        growth_lines(
-            data.scales, data.norms, powers, high=math.inf, title=f"factor of {name}", ax=ax
-        )
+        growth_lines(data.scales, data.norms, powers, high=math.inf, title=name, ax=ax)
+        ax.set_xlabel(f"σ, factor of {name}")
         for label, power in powers.items():
             found = data.exponents(0.0, math.inf)[label]
             what = f"power of {name} in {label}"
