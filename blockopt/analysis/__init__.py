@@ -24,6 +24,11 @@ from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.scalar_attention import ScalarAttention
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.analysis.closed_forms.stacked_blocks import (
+    INPUT,
+    LayerWeight,
+    StackedBlocksHessian,
+)
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
 from blockopt.analysis.closed_forms.transformer_bounds import (
     attention_bounds,
@@ -46,6 +51,7 @@ from blockopt.analysis.spectral.trace import diagonal, squared_frobenius, trace
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences
 
 __all__ = [
+    "INPUT",
     "AttentionMap",
     "CrossEntropy",
     "FeedForwardHessian",
@@ -54,6 +60,7 @@ __all__ = [
     "HeadNorm",
     "HessianOperator",
     "KroneckerSum",
+    "LayerWeight",
     "LinearNetworkHessian",
     "Normalization",
     "PositionwiseLoss",
@@ -62,6 +69,7 @@ __all__ = [
     "ScalarAttention",
     "SelfAttentionHessian",
     "SquaredError",
+    "StackedBlocksHessian",
     "TransformerBlockHessian",
     "attention_bounds",
     "attention_hessian",
