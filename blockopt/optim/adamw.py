@@ -9,10 +9,13 @@ from torch import Tensor
 
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
-from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
+from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update, is_whitened
 from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry, Work
+from blockopt.optim.whitened_table import new_table_state
+
+SECOND_MOMENTS = ("coordinate", "block", "whitened")
 
 
 class BlockAdamW(BlockOptimizer):
@@ -25,8 +28,10 @@ class BlockAdamW(BlockOptimizer):
 
     With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With `"block"`,
     :math:`v` is one number per block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the
-    idea of Adam-mini, on the blocks of `find_blocks`), which halves the memory of the state. Weight
-    decay uses the unscaled learning rate.
+    idea of Adam-mini, on the blocks of `find_blocks`), which halves the memory of the state. With
+    `"whitened"`, embeddings and heads have one number per row and a matrix for their columns (see
+    `blockopt/optim/whitened_table.py`), and all else has :math:`v` per coordinate. Weight decay
+    uses the unscaled learning rate.
 
     Args:
         params: What `param_groups(model)` returns; for `second_moment="coordinate"` also anything
@@ -35,7 +40,7 @@ class BlockAdamW(BlockOptimizer):
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
-        second_moment: `"coordinate"` or `"block"`.
+        second_moment: `"coordinate"`, `"block"` or `"whitened"`.
         maximize: Ascend instead of descend.
         nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
             `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
@@ -46,7 +51,8 @@ class BlockAdamW(BlockOptimizer):
             time of reading all gradients once more.
 
     Raises:
-        ValueError: If a hyperparameter is out of range, or `second_moment="block"` without blocks.
+        ValueError: If a hyperparameter is out of range, or `second_moment` needs blocks that are
+            missing.
 
     Example:
         >>> import torch, blockopt
@@ -84,10 +90,11 @@ class BlockAdamW(BlockOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw_options(group)
-        if group["second_moment"] == "block" and group["blocks"] is None:
+        if group["second_moment"] != "coordinate" and group["blocks"] is None:
             raise ValueError(
-                "second_moment='block' needs to know the blocks, and a whole tensor as one block "
-                "trains badly. Pass blockopt.param_groups(model) instead of model.parameters()."
+                f"second_moment={group['second_moment']!r} needs to know the blocks, and a whole "
+                "tensor as one block trains badly. Pass blockopt.param_groups(model) instead of "
+                "model.parameters()."
             )
 
     def _new_state(
@@ -116,16 +123,18 @@ def check_adamw_options(group: dict[str, Any]) -> None:
     check_range("betas[0]", group["betas"][0], high=1.0)
     check_range("betas[1]", group["betas"][1], high=1.0)
     check_range("eps", group["eps"])
-    check_choice("second_moment", group["second_moment"], ("coordinate", "block"))
+    check_choice("second_moment", group["second_moment"], SECOND_MOMENTS)
 
 
 def new_adamw_state(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
     """The state of a parameter before its first step, named as in `torch.optim.AdamW`."""
+    if is_whitened(parameter, blocks, group):
+        return new_table_state(parameter)
     exp_avg = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    if group["second_moment"] == "coordinate":
-        exp_avg_sq = torch.zeros_like(exp_avg)
-    else:
+    if group["second_moment"] == "block":
         dtype = accumulation_dtype(parameter)
         exp_avg_sq = torch.zeros(blocks.num_blocks, dtype=dtype, device=parameter.device)
+    else:
+        exp_avg_sq = torch.zeros_like(exp_avg)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

@@ -8,12 +8,12 @@ is then scaled. Elementary operations serve mixed dtypes, other devices and `tor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockopt.blocks import Blocks
 from blockopt.distributed import local
 from blockopt.optim.block_squares import accumulation_dtype, block_mean_squares
 from blockopt.optim.chunks import Scratch, in_chunks
@@ -21,21 +21,33 @@ from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread
 from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
 from blockopt.optim.fused import by_dtype, fused_kernel_serves
 from blockopt.optim.scale_runs import by_scale
+from blockopt.optim.whitened_table import is_table, table_update
 
 SMALLEST_DIVISOR = 1e-3  # below, decay is done apart, lest weight_decay / scale overflow
 
 Columns = Sequence[list[Tensor]]
 
 
+def is_whitened(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> bool:
+    """Whether a parameter takes the step of a table."""
+    return group["second_moment"] == "whitened" and is_table(parameter, blocks)
+
+
 def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
     """Norms of the gradients, or the mean squares of their blocks, which the update needs too."""
-    by_block = [group["second_moment"] == "block" for group, _ in work]
-    chosen = [entry for (_, entries), block in zip(work, by_block) if block for entry in entries]
+    by_block = [[_is_by_block(entry, group) for entry in entries] for group, entries in work]
+    chosen = [e for (_, es), flags in zip(work, by_block) for e, flag in zip(es, flags) if flag]
     squares = iter(block_mean_squares([(entry.gradient, entry.blocks) for entry in chosen]))
-    return [
-        list(islice(squares, len(entries))) if block else norms_to_check(entries, group)
-        for (group, entries), block in zip(work, by_block)
-    ]
+    found = []
+    for (group, entries), flags in zip(work, by_block):
+        others = [entry for entry, flag in zip(entries, flags) if not flag]
+        norms = iter(norms_to_check(others, group))
+        found.append([next(squares if flag else norms) for flag in flags])
+    return found
+
+
+def _is_by_block(entry: Entry, group: dict[str, Any]) -> bool:
+    return group["second_moment"] == "block" or is_whitened(entry.parameter, entry.blocks, group)
 
 
 def adamw_update(
@@ -54,6 +66,14 @@ def adamw_update(
         scaled: Whether to look at the scales.
         found_inf: If 1, nothing changes; None if that is ruled out.
     """
+    tables = [is_whitened(entry.parameter, entry.blocks, group) for entry in entries]
+    if any(tables):
+        chosen = [(e, m) for e, m, table in zip(entries, magnitudes, tables) if table]
+        table_update([e for e, _ in chosen], [m for _, m in chosen], group, found_inf)
+        rest = [(e, m) for e, m, table in zip(entries, magnitudes, tables) if not table]
+        entries, magnitudes = [e for e, _ in rest], [m for _, m in rest]
+        if not entries:
+            return
     steps = [entry.state["step"] for entry in entries]
     torch._foreach_add_(steps, 1)
     columns = [

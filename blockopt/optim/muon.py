@@ -64,7 +64,7 @@ class BlockMuon(BlockOptimizer):
             singular values below 1.2 % of the largest stay below 0.7; with 5, 0.08 %.
         betas: Decay rates of the two moments of AdamW, for the other parameters.
         eps: Added to the root of their second moment.
-        second_moment: Theirs, `"coordinate"` or `"block"`, see `BlockAdamW`.
+        second_moment: Theirs, `"whitened"`, `"coordinate"` or `"block"`, see `BlockAdamW`.
         maximize: Ascend instead of descend.
         nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
             `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
@@ -101,7 +101,7 @@ class BlockMuon(BlockOptimizer):
         iterations: int = 4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        second_moment: str = "coordinate",
+        second_moment: str = "whitened",
         maximize: bool = False,
         nonfinite: str = "raise",
         replicas: ProcessGroup | None = None,
