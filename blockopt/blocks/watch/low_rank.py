@@ -1,4 +1,4 @@
-"""Factors before attention: narrow linear maps whose results only make queries, or keys and values.
+"""Factors before attention: narrow linear maps whose results only make queries, keys and values.
 
 DeepSeek's latent attention and adapters of low rank make a query by two maps in a row. The last one
 has the heads; the one before has the same role, and is one block.
@@ -19,7 +19,9 @@ from blockopt.blocks.watch.probes import Side, pull
 def label_factors(
     graph: ForwardGraph, maps: dict[Op, LinearMap], made: Layouts, weights: ParameterLabels
 ) -> Layouts:
-    """Find the maps whose results enter only maps that make queries, or keys and values.
+    """Find the maps whose results enter only maps that make queries, keys and values.
+
+    Of several roles, `value` comes first, as for the latent of keys and values.
 
     Args:
         graph: The pass.
@@ -36,9 +38,9 @@ def label_factors(
             continue
         entered = [maps[op] for op in walk_on(linear.output, maps) if op in maps]
         roles = {role for after in entered for role in _roles(after, graph, made)}
-        if roles != {"query"} and not (roles and roles <= {"key", "value"}):
+        if not roles or not roles <= {"query", "key", "value"}:
             continue
-        role = next(role for role in ("query", "value", "key") if role in roles)
+        role = next(role for role in ("value", "key", "query") if role in roles)
         enters = _entering_units(linear, entered)
         if bool(enters.all()):
             found |= {p: Layout((role,), None) for p in parameters_of(linear.weight, graph)}
