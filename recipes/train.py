@@ -15,6 +15,7 @@
 means the same on any number of them. The folder of the run gets `log.jsonl` (one line per step, see
 `recipes/training/run_log.py`), `checkpoints/`, and at the end `model/`, which `from_pretrained` of
 transformers loads. A run that was killed continues with `--resume`, with the same losses.
+`--record-hessian 0 10 100 1000` also measures the Hessian of every head after these steps.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from recipes.common.training import Batch, Training, token_loss
 from recipes.data.token_data import Batches, TokenData, load_from_arguments
 from recipes.training.arguments import parse
 from recipes.training.export import export_model
+from recipes.training.hessian_record import hessian_recorder
 from recipes.training.models import build_model, context_of
 from recipes.training.nonfinite import NonFiniteError, describe_nonfinite, nonfinite_blocks
 from recipes.training.processes import check_accelerator, ended_alike, make_accelerator, together
@@ -149,6 +151,8 @@ def take_steps(run: Run, log: RunLog, show: Callable[[str], None]) -> None:
     """
     arguments = run.arguments
     shape = {"warmup": arguments.warmup, "final": arguments.final, "decay": arguments.decay}
+    record = hessian_recorder(run)
+    record(run.done)
     while run.done < arguments.steps:
         begun = time.perf_counter()
         lr = arguments.lr * schedule(arguments.schedule, run.done, arguments.steps, **shape)
@@ -182,6 +186,7 @@ def take_steps(run: Run, log: RunLog, show: Callable[[str], None]) -> None:
                 stop_nonfinite(run, run.done, None, log)
             log.sync()
             run.save()
+        record(run.done)
         run.accelerator.log(tracked, step=run.done)
         show(f"loss {loss:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s")
 

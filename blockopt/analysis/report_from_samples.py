@@ -211,7 +211,8 @@ def _room(gradients: SampledGradients, trial: Trial, max_bytes: int | None) -> i
     free = free_memory(gradients.device)
     left = 64.0 * size if free is None else 0.8 * free
     if max_bytes is not None:
-        left = min(left, max_bytes - trial.peak - 2**28)  # 256 MiB for the products of samples
+        # Besides a pass: one more gradient, and 256 MiB for the products of samples
+        left = min(left, max_bytes - trial.peak - size - 2**28)
     if left < 2 * size:
         raise TooLargeError(
             f"Two sampled gradients need {2 * size / GIB:,.1f} GiB besides the "

@@ -78,6 +78,8 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND")
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
     group.add_argument("--print-every", type=int, default=50, help="steps, without a terminal")
+    after = "measure the Hessian of every head after these steps, 0 before the first"
+    group.add_argument("--record-hessian", type=int, nargs="+", metavar="STEP", help=after)
     trackers = [str(tracker.value) for tracker in LoggerType if tracker.value != "all"]
     listed = f"also log to {', '.join(trackers)}"
     group.add_argument("--track", choices=trackers, metavar="TRACKER", help=listed)
@@ -171,6 +173,10 @@ def check_ranges(arguments: argparse.Namespace) -> None:
     _check(a, "validation_fraction", 0 < a.validation_fraction <= 0.5, "more than 0, at most 0.5")
     smallest_bpe = f">= {SMALLEST_BPE}, or take --tokenizer bytes"
     _check(a, "vocab_size", a.vocab_size >= SMALLEST_BPE, smallest_bpe)
+    recorded = all(0 <= step <= a.steps for step in a.record_hessian or ())
+    _check(a, "record_hessian", recorded, f"in [0, {a.steps}], the steps of the run")
+    alone = not a.record_hessian or int(os.environ.get("WORLD_SIZE", "1")) == 1
+    _check(a, "record_hessian", alone, "left out on several processes")
     decays = a.optimizer == "schedulefree" and a.schedule != "constant"
     _check(a, "schedule", not decays, "constant for schedulefree, which averages instead")
     shares = int(os.environ.get("WORLD_SIZE", "1")) * a.accumulate

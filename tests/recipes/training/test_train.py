@@ -45,6 +45,18 @@ def sized(arguments, *more):
     return [*arguments[:first], *arguments[first + 6 :], *" ".join(map(str, more)).split()]
 
 
+def test_the_hessian_is_recorded_at_chosen_steps_and_changes_nothing(tmp_path, cache):
+    plain = run(flags(tmp_path / "plain", cache, "--steps 3"))
+    log = run(flags(tmp_path / "recorded", cache, "--steps 3 --record-hessian 0 3"))
+    assert losses_of(log) == losses_of(plain)
+    found = json.loads((tmp_path / "recorded" / "hessian.json").read_text())["records"]
+    assert [record["step"] for record in found] == [0, 3]
+    assert {block["role"] for block in found[0]["blocks"]} >= {"query", "key", "value", "mlp_in"}
+    assert (tmp_path / "recorded" / "hessian.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        parse(flags(tmp_path, cache, "--steps 3 --record-hessian 4"))
+
+
 def test_the_losses_are_those_of_a_plain_loop(tmp_path, cache):
     """Written out without accelerate: same model, batches, schedule, clipping and steps."""
     options = "--steps 6 --schedule linear --warmup 2 --clip 0.5 --seed 3"
