@@ -53,7 +53,7 @@ class HessianRecorder(Result):
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
         >>> recorder = HessianRecorder(model, lambda: model(x).square().sum(), steps=[0, 10])
         >>> for step in range(11):
-        ...     recorder.step(step)
+        ...     measured = recorder.step(step)
         >>> [(record["step"], record["blocks"][0]["trace"]) for record in recorder.records]
         [(0, 50.0), (10, 50.0)]
     """

@@ -32,6 +32,7 @@ class Effort:
         small: Width of the models whose whole Hessian is built.
         samples: Number of sums that they see; of images, 32 times as many.
         steps: Training steps.
+        seeds: Repeats of what costs next to nothing.
     """
 
     repeats: int
@@ -44,12 +45,13 @@ class Effort:
     small: int
     samples: int
     steps: int
+    seeds: int
 
 
-# repeats, scales, width, deep_width, sequences, probes, depth, small, samples, steps
-FULL = Effort(20, 20, 128, 128, 64, 20, 5, 16, 64, 1000)
-QUICK = Effort(3, 8, 128, 48, 8, 10, 3, 16, 64, 300)
-TINY = Effort(2, 4, 8, 6, 2, 4, 2, 4, 4, 5)
+# repeats, scales, width, deep_width, sequences, probes, depth, small, samples, steps, seeds
+FULL = Effort(20, 20, 128, 128, 64, 20, 5, 16, 64, 1000, 200)
+QUICK = Effort(3, 8, 128, 48, 8, 10, 3, 16, 64, 300, 200)
+TINY = Effort(2, 4, 8, 6, 2, 4, 2, 4, 4, 5, 2)
 
 
 @dataclass(frozen=True)
