@@ -90,6 +90,7 @@ def measure_cost(config: GPT2Config, batch: int, rounds: int) -> Results:
         blocks=blocks,
         losses=loss,
         update={name: p.detach() - before[name] for name, p in model.named_parameters()},
+        slopes={},
         scales={name: torch.ones(b.num_blocks) for name, b in blocks.items()},
         by="role",
         num_probes=1,

@@ -97,6 +97,7 @@ def measure(name: str, point: Point, num_probes: int = 1, seed: int = 0) -> Curv
         blocks=point.blocks,
         losses=point.loss,
         update=point.update,
+        slopes={},
         scales=ones,
         by="role",
         num_probes=num_probes,

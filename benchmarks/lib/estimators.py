@@ -20,6 +20,6 @@ def _analytic(request: Request, part: Any) -> Curvature:
 
 
 MEASURED: dict[str, Callable[[Request], Curvature]] = {
-    **{name: estimator.measure for name, estimator in ESTIMATORS.items()},
+    **{name: e.measure for name, e in ESTIMATORS.items() if not e.needs_slopes},
     **{f"analytic, {part}": partial(_analytic, part=part) for part in ("full", "functional")},
 }

@@ -25,7 +25,7 @@ from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_gu
 from blockopt.block_lr.smoothing import Smoothing
 from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, sum_groups
 from blockopt.checks import check_choice, check_count
-from blockopt.curvature import ESTIMATORS, Request
+from blockopt.curvature import ESTIMATORS, Request, SlopesAlongUpdates
 from blockopt.distributed import is_sharded, mean_over_ranks, together
 from blockopt.errors import NonFiniteError, NotPositiveError, may_pass
 from blockopt.measure.closures import Losses, agreed
@@ -175,6 +175,8 @@ class BlockLR:
         self._known: dict[Any, Any] = {}  # what the estimator keeps from refresh to refresh
         self._hooks = hooks_for(optimizer, model, self._wants_update)
         block_groups(self._hooks.blocks(), by)  # checks `by`
+        if self._estimator is not None and self._estimator.needs_slopes:
+            self._hooks.slopes = SlopesAlongUpdates(by)
         self._hooks.attach(
             save=lambda: to_text(self.state_dict()),
             load=lambda text: self.load_state_dict(from_text(text)),
@@ -203,7 +205,7 @@ class BlockLR:
             losses: A closure that returns the mean loss of a batch, or that and its number of
                 tokens, or several such closures, which are averaged by tokens. "secant" and
                 "newton" call a closure twice, and it must use the same batch both times: draw the
-                batch outside. "gradient" and "power_law" need none.
+                batch outside. "successive_gradients", "gradient" and "power_law" need none.
 
         Raises:
             ValueError: If the curvature needs a loss and there is none; or about the model, the
@@ -225,12 +227,19 @@ class BlockLR:
         if self._last_due(self._hooks.num_steps) <= self._served:
             return  # without waiting for the optimizer to know whether it has refused the step
         due = self._last_due(self.num_steps)
-        if due > self._served and (not self._needs_update or self._hooks.has_update):
+        if due > self._served and self._is_ready():
             self._served = due
             if self._fade is not None and self.num_steps >= self._fade:
                 self._apply(self._log_scales)
             else:
                 self._refresh(losses)
+
+    def _is_ready(self) -> bool:
+        """Whether the steps so far have left what the estimator needs of them."""
+        slopes = self._hooks.slopes
+        return (slopes is None or slopes.is_enough) and (
+            not self._needs_update or self._hooks.has_update
+        )
 
     def _last_due(self, number: int) -> int:
         """The last step up to this one that a refresh is due after, 0 if there is none."""
@@ -284,6 +293,7 @@ class BlockLR:
                 blocks,
                 losses=() if losses is None else losses,
                 update=self._hooks.take_update() if self._needs_update else {},
+                slopes=self._hooks.slopes.take() if self._hooks.slopes is not None else {},
                 scales=self.last_scales.as_dict(),
                 by=self._options.by,
                 num_probes=self._num_probes,
@@ -358,6 +368,7 @@ class BlockLR:
             "failures_in_a_row": self._failures_in_a_row,
             "log_scales": logs,
             "smoothing": smoothing,
+            "slopes": None if self._hooks.slopes is None else self._hooks.slopes.state_dict(),
             "history": [refresh.to_plain() for refresh in self.history],
         }
 
@@ -390,6 +401,8 @@ class BlockLR:
         self._log_scales = loaded
         smoothing = state_dict["smoothing"].items()
         self._smoothing.load_state_dict({names[name]: entry for name, entry in smoothing})
+        if self._hooks.slopes is not None and state_dict["slopes"] is not None:
+            self._hooks.slopes.load_state_dict(state_dict["slopes"])
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)

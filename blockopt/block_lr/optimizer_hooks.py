@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks, find_blocks, from_plain
+from blockopt.curvature import SlopesAlongUpdates
 from blockopt.distributed import reshard
 from blockopt.optim import BLOCK_LR, BlockOptimizer
 
@@ -38,6 +39,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
 
     Attributes:
         num_steps: How many steps the optimizer has taken.
+        slopes: What collects slopes along the updates, if anything does.
 
     Raises:
         ValueError: If the optimizer has a parameter that the model lacks, or cannot be scaled.
@@ -48,6 +50,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     ) -> None:
         self._optimizer, self._model, self._wants_update = optimizer, model, wants_update
         self.num_steps = 0
+        self.slopes: SlopesAlongUpdates | None = None
         self._before: list[Tensor] | None = None  # the parameters before the last step
         self._in_step = False
         self._check()
@@ -174,8 +177,14 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         # A schedule that warms up from zero moves nothing at first: there is no direction then.
         if self._wants_update(self.num_steps + 1) and any(float(g["lr"]) != 0 for g in groups):
             self._before = [p.detach().clone() for group in groups for p in group["params"]]
+        if self.slopes is not None:
+            self.slopes.before_step(self.num_steps + 1, self._trained)
         self._scale_step()
         self._in_step = True
+
+    def _trained(self) -> dict[str, Tensor]:
+        pairs = [pair for g, names in self._named_groups() for pair in zip(names, g["params"])]
+        return {name: parameter for name, parameter in pairs if parameter.requires_grad}
 
     def _prepare_step(self) -> None:
         """Do what a step needs before it begins."""
@@ -195,6 +204,8 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             self._before = None
         else:
             self.num_steps += 1
+            if self.slopes is not None:
+                self.slopes.after_step(self._trained, self.blocks)
 
     def forget_refused_steps(self) -> None:
         """Take back what was noted of steps that the optimizer turned out to have refused."""

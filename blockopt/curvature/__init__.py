@@ -19,6 +19,7 @@ from blockopt.curvature.gradient import gradient
 from blockopt.curvature.hutchinson import hutchinson
 from blockopt.curvature.newton import newton
 from blockopt.curvature.power_law import power_law
+from blockopt.curvature.successive_gradients import SlopesAlongUpdates, successive_gradients
 from blockopt.curvature.top_eigenvalue import top_eigenvalue
 from blockopt.measure.along_update import AlongUpdate, along_update
 from blockopt.measure.closures import Curvature, Losses
@@ -32,6 +33,8 @@ class Request(NamedTuple):
         blocks: Its blocks.
         losses: Loss closures, empty for estimators that need none.
         update: The last change of each parameter, empty for estimators that need none.
+        slopes: Slopes along updates at the points that followed, empty for estimators that need
+            none.
         scales: The multipliers that the update was made with.
         by: Which blocks share a scale.
         num_probes: Samples per batch.
@@ -43,6 +46,7 @@ class Request(NamedTuple):
     blocks: Mapping[str, Blocks]
     losses: Losses
     update: Mapping[str, Tensor]
+    slopes: Mapping[str, list[float]]
     scales: Mapping[str, Tensor]
     by: Level
     num_probes: int
@@ -59,6 +63,7 @@ class Estimator(NamedTuple):
         needs_update: Whether it looks along the optimizer's last update.
         works_sharded: Whether it can measure FSDP2 and tensor-parallel models.
         gradients: What it costs per batch, in gradient evaluations, rounded up.
+        needs_slopes: Whether it needs slopes that are collected while the optimizer steps.
     """
 
     measure: Callable[[Request], Curvature]
@@ -66,6 +71,7 @@ class Estimator(NamedTuple):
     needs_update: bool
     works_sharded: bool
     gradients: int
+    needs_slopes: bool = False
 
 
 ESTIMATORS = {
@@ -131,6 +137,14 @@ ESTIMATORS = {
         works_sharded=False,
         gradients=180,
     ),
+    "successive_gradients": Estimator(
+        lambda r: successive_gradients(r.slopes, r.blocks, scales=r.scales, by=r.by),
+        needs_loss=False,
+        needs_update=False,
+        works_sharded=True,
+        gradients=0,
+        needs_slopes=True,
+    ),
     "gradient": Estimator(
         lambda r: gradient(r.model, blocks=r.blocks),
         needs_loss=False,
@@ -152,6 +166,7 @@ __all__ = [
     "AlongUpdate",
     "Estimator",
     "Request",
+    "SlopesAlongUpdates",
     "along_update",
     "analytic",
     "directional",
@@ -160,5 +175,6 @@ __all__ = [
     "hutchinson",
     "newton",
     "power_law",
+    "successive_gradients",
     "top_eigenvalue",
 ]

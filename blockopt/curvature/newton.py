@@ -65,12 +65,30 @@ def newton(
     count = len(labels)
     row_sum = sum_groups(along.row_sum, groups, count)
     slope = sum_groups(along.slope, groups, count) - row_sum  # before the update
-    values = row_sum / -slope
+    values = curvature_over_slope(row_sum, slope, groups, scales)
+    return {name: values[groups[name]].to(along.slope[name]) for name in blocks}
+
+
+def curvature_over_slope(
+    curvature: Tensor,
+    slope: Tensor,
+    groups: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Return the ratio of each group of blocks, less its scale; see `newton`.
+
+    Args:
+        curvature: `u · H u` of each group.
+        slope: `g · u` of each group before the update.
+        groups: The group of each block, as `block_groups` returns it.
+        scales: The multipliers that the update was made with, or None.
+    """
+    values = curvature / -slope
     if scales is not None:
-        sizes = sum_groups({name: torch.ones_like(groups[name]) for name in blocks}, groups, count)
-        logs = {name: scales[name].to("cpu", torch.float64).log() for name in blocks}
+        count = len(values)
+        sizes = sum_groups({n: torch.ones_like(g) for n, g in groups.items()}, groups, count)
+        logs = {name: scales[name].to("cpu", torch.float64).log() for name in groups}
         values = values / (sum_groups(logs, groups, count) / sizes).exp()
     descends = slope < 0
     sharpest = values[descends].max() if bool(descends.any()) else values.new_zeros(())
-    values = torch.where(descends, values, sharpest)
-    return {name: values[groups[name]].to(along.slope[name]) for name in blocks}
+    return torch.where(descends, values, sharpest)

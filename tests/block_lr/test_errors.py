@@ -166,7 +166,7 @@ def test_gradients_that_are_gone_are_asked_for():
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_missing_loss_is_named_even_when_nothing_is_due(name):
     _, _, block_lr = attached(name)
-    if name in ("gradient", "power_law"):
+    if not ESTIMATORS[name].needs_loss:
         block_lr.step()
     else:
         with pytest.raises(ValueError, match=f"curvature='{name}' needs a loss"):
