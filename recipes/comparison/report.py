@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import html
 import io
 import json
@@ -24,6 +25,7 @@ from recipes.comparison.studies import Study
 from recipes.comparison.summary import (
     caveats,
     cells,
+    headline,
     hyperparameters,
     pair_cells,
     sentences,
@@ -65,6 +67,8 @@ table { border-collapse: collapse; font-size: .9rem; white-space: nowrap; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.baseline { font-weight: 600; }
+table.words { white-space: normal; } table.words td { vertical-align: top; }
+table.words td:first-child { white-space: nowrap; }
 .plots { columns: 2 26rem; column-gap: 1.2rem; }
 figure { margin: 0 0 1.2rem; break-inside: avoid; }
 figure img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; }
@@ -117,19 +121,23 @@ def write_report(
 ) -> None:
     """Write one HTML file with everything in it: no network, no script, images inline.
 
+    Its headline is the result, above it the project's name and the date.
+
     Args:
         comparisons: One per model size, smallest first.
         path: The file.
         command: The command to run it again.
         about: What `provenance` returns.
     """
-    title = "Optimizers compared"
+    title = "blockopt: optimizers compared"
+    found = ". ".join(headline(comparison) for comparison in comparisons)
+    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<link rel="icon" href="data:,">',
         f"<title>{title}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{title}</h1>",
+        f'<p class="soft">{title}, {day}</p><h1>{_escaped(found)}.</h1>',
     ]
     for comparison in comparisons:
         parts.append(f"<h2>{_escaped(_title(comparison))}</h2>")
@@ -201,7 +209,8 @@ def _more_tables(comparison: Comparison) -> str:
 
 def _table(headings: Sequence[str], rows: Sequence[str], text: int = 1) -> str:
     head, body = f"<thead>{_row(headings, '', text, 'th')}</thead>", "".join(rows)
-    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
+    words = ' class="words"' if text > 1 else ""
+    return f'<div class="wide"><table{words}>{head}<tbody>{body}</tbody></table></div>'
 
 
 def _row(values: Sequence[str], kind: str, text: int = 1, tag: str = "td") -> str:

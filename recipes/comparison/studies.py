@@ -194,8 +194,8 @@ CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
 CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block")
 CONFIRMED += ("block-muon",)
 BEST = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
-DEMO = ("sgd", "adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block")
-DEMO += ("block-muon",)
+DEMO = ("adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
+DEMO += ("block-muon+newton",)
 LARGE = "Salesforce/wikitext:wikitext-103-raw-v1"  # the standard library would be repeated often
 
 

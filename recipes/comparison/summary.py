@@ -127,10 +127,22 @@ def _against_adamw(comparison: Comparison) -> list[str]:
         loss = with_error(first.loss)
         said.append(f"{first.name} has the lowest loss: {loss}, AdamW has {adamw}, {difference}.")
     for kind in ("better", "unclear", "worse"):
-        found = [row for row in rows if row.verdict == kind]
+        found = [row for row in rows if row.verdict == kind and not _only_in_steps(row, comparison)]
         if found:
             listed = ", ".join(f"{row.name} ({row.difference.mean:+.3f})" for row in found)
             said.append(f"{VERDICTS[kind][0].upper()}{VERDICTS[kind][1:]}: {listed}.")
+    dearer = [row for row in rows if _only_in_steps(row, comparison)]
+    if dearer:
+        base = comparison.baseline.gradient_evaluations
+        listed = ", ".join(
+            f"{row.name} ({row.difference.mean:+.3f}, {row.gradient_evaluations / base - 1:.0%} "
+            "more gradients)"
+            for row in dearer
+        )
+        said.append(
+            f"Lower loss than AdamW after the same steps, but not shown for the same gradients, "
+            f"of which curvature takes some: {listed}."
+        )
     said.append(
         "A difference counts as better or worse only if its interval excludes zero after Holm's "
         f"correction for {len(rows) - 1} comparisons with AdamW."
@@ -147,6 +159,24 @@ def _against_adamw(comparison: Comparison) -> list[str]:
     if ours:
         said.append(f"Of our own optimizers, {', '.join(ours)} did worse than AdamW here.")
     return said
+
+
+def _only_in_steps(row: Row, comparison: Comparison) -> bool:
+    """Whether an arm gains per step, takes more gradients, and does not show a gain in these."""
+    dearer = row.gradient_evaluations > comparison.baseline.gradient_evaluations
+    shown = row.evaluations is not None and row.evaluations.verdict == "fewer"
+    return row.verdict == "better" and dearer and not shown
+
+
+def headline(comparison: Comparison) -> str:
+    """Return the result in one sentence: the best arm of those that are better than AdamW."""
+    study, rows = comparison.study, comparison.rows
+    where = f"at {study.name} parameters and {study.steps:,} steps"
+    better = [r for r in rows if r.verdict == "better" and not _only_in_steps(r, comparison)]
+    if not better:
+        return f"No optimizer is shown to be better than AdamW {where}"
+    best = better[0]
+    return f"{best.name} ends {-best.difference.mean:.3f} below AdamW's loss {where}"
 
 
 def _pairs_in_words(comparison: Comparison) -> list[str]:
@@ -180,7 +210,7 @@ def _steps_in_words(comparison: Comparison) -> list[str]:
         f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds)": [
             f"{name} {steps.with_interval()}"
             for name, (_, steps, _) in reached.items()
-            if steps.verdict == "fewer"
+            if steps.verdict == "fewer" and comparison.row(name).verdict == "better"
         ],
         "In gradient evaluations, with those that curvature takes": [
             f"{name} {evaluations.with_interval()}"
