@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -82,6 +83,7 @@ def block_lr_in_mixed_precision(rank):
         assert_equal_on_ranks(torch.cat([*block_lr.last_scales.as_dict().values()]))
 
 
+@pytest.mark.distributed
 def test_two_ranks_offload_compile_and_mix_precisions():
     run_on_two_ranks(
         offload_equals_one_process,
