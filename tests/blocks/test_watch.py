@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from blockopt import BlockAdamW, Blocks, Split, find_blocks, param_groups
 from blockopt.blocks import ROW_ROLES
-from blockopt.blocks.watch import layouts_of_pass
+from blockopt.blocks.layouts import Layout
+from blockopt.blocks.watch import layouts_of_pass, reconcile
 from tests.helpers.models import FAMILIES, loss_of
 from tests.helpers.research_models import RESEARCH, D, H, Letters, research_model, tokens
 
@@ -270,3 +271,9 @@ def test_groups_of_a_model_that_names_do_not_explain_train_it():
     assert losses[-1] < losses[0]
     with pytest.raises(ValueError, match="both blocks and example"):
         param_groups(model, find_blocks(model, example=ids), example=ids)
+
+
+def test_one_block_is_no_disagreement_with_one_block():
+    weight = torch.zeros(4, 4)
+    said, seen = Layout(("value",), None), Layout(("value",), Split(0, (4,), (1,)))
+    assert reconcile({weight: said}, {weight: seen}, {weight: "v"}, ()) == {weight: said}

@@ -40,7 +40,7 @@ def reconcile(
             continue
         if said is None or isinstance(said, Ambiguity):
             result[parameter] = seen
-        elif isinstance(seen, Ambiguity):
+        elif isinstance(seen, Ambiguity) or _is_one_block(said, seen):
             continue
         elif _PROVEN & {*seen.roles, *said.roles} and "bias" not in said.roles:
             result[parameter] = seen
@@ -61,6 +61,12 @@ def reconcile(
             stacklevel=3,
         )
     return result
+
+
+def _is_one_block(said: Layout, seen: Layout) -> bool:
+    """Whether both are one block of the same role, with or without a `Split` that says so."""
+    splits = [layout.split for layout in (said, seen)]
+    return said.roles == seen.roles and all(s is None or s.num_blocks == 1 for s in splits)
 
 
 def _shown(layout: Layout) -> str:
