@@ -115,7 +115,9 @@ def attention_letters(module: nn.Module, maps: dict[str, Linear]) -> dict[str, s
             named[fused] = "qkv"
         made = set("".join(named.values()))
     shares_keys = "q" in made and is_called_attention(module)  # keys and values of another layer
-    if (len(made & set("qkv")) < 2 and not shares_keys) or _is_feed_forward(maps, named):
+    lacks_queries = "q" not in made and not is_called_attention(module)
+    too_few = len(made & set("qkv")) < 2 and not shares_keys
+    if too_few or lacks_queries or _is_feed_forward(maps, named):
         return {}
     return named
 
@@ -188,13 +190,12 @@ class _Reader(NamedTuple):
     def _has_one_head(self, output: Linear | None) -> bool:
         """Whether attention that declares no heads is of a kind that has none.
 
-        That is RWKV, which mixes each channel alone, additive attention without values, what only
-        compresses keys and values, and MobileViTv2 with its single query.
+        That is RWKV, which mixes each channel alone, additive attention without values, and
+        MobileViTv2 with its single query.
         """
         made = set("".join(self.named.values()))
         single = any(one_query(self.maps[n], letters, output) for n, letters in self.named.items())
-        unnamed = not _ATTENTION & type_words(self.module) and "q" not in made
-        return single or unnamed or "v" not in made or "receptance" in self.maps
+        return single or "v" not in made or "receptance" in self.maps
 
     def _output(
         self, named: dict[str, str], query: Linear | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import nn
 
@@ -15,7 +16,11 @@ from blockopt.tables import aligned
 def describe(
     model: nn.Module, blocks: Mapping[str, Blocks] | None = None, *, by_layer: bool = False
 ) -> str:
-    """A table of the blocks of `model`: role, layer, number of blocks, parameters and their share.
+    """A table of the blocks of `model`, by role: where they are, how many, and what updates them.
+
+    `scale of a` says what one scale of `BlockLR(by="head")` applies to: a head, a row (one token or
+    neuron), a whole tensor, or several of these. `BlockMuon` says which update the role gets there:
+    Muon, AdamW, or both if it has matrices and vectors.
 
     Args:
         model: Any module; one on the `meta` device will do.
@@ -24,37 +29,67 @@ def describe(
 
     Example:
         >>> print(describe(nn.TransformerEncoderLayer(d_model=16, nhead=2, dim_feedforward=32)))
-        role     layer  blocks  parameters   share
-        query        -       2         256   11.5%
-        key          -       2         256   11.5%
-        value        -       2         256   11.5%
-        output       -       2         256   11.5%
-        mlp_in       -      32         512   23.0%
-        mlp_out      -      16         512   23.0%
-        norm         -       4          64    2.9%
-        bias         -      55         112    5.0%
+        role     layer  blocks  parameters   share       scale of a  BlockMuon
+        query        -       2         256   11.5%             head       Muon
+        key          -       2         256   11.5%             head       Muon
+        value        -       2         256   11.5%             head       Muon
+        output       -       2         256   11.5%             head       Muon
+        mlp_in       -      32         512   23.0%              row       Muon
+        mlp_out      -      16         512   23.0%              row       Muon
+        norm         -       4          64    2.9%           tensor      AdamW
+        bias         -      55         112    5.0%  head/row/tensor      AdamW
         total              115       2,224  100.0%
     """
     blocks = find_blocks(model) if blocks is None else blocks
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    layers: dict[tuple[str, int], set[int | None]] = {}
-    counts: dict[tuple[str, int], list[int]] = {}
+    found: dict[tuple[str, int], _Row] = {}
     for name, entry in blocks.items():
-        for role, numel in zip(entry.block_roles, block_numel(shapes[name], entry.split).tolist()):
+        numel = block_numel(shapes[name], entry.split).tolist()
+        muon = entry.hidden_matrices(shapes[name]) is not None
+        for role in dict.fromkeys(entry.roles):
             key = (role, -1 if entry.layer is None or not by_layer else entry.layer)
-            layers.setdefault(key, set()).add(entry.layer)
-            count = counts.setdefault(key, [0, 0])
-            count[0] += 1
-            count[1] += numel
-    total = sum(count[1] for count in counts.values())
-    rows = [("role", "layer", "blocks", "parameters", "share")]
-    for key in sorted(counts, key=lambda key: (key[1], ROLES.index(key[0]))):
-        number, numel = counts[key]
-        rows.append(
-            (key[0], _layer_range(layers[key]), f"{number:,}", f"{numel:,}", f"{numel / total:.1%}")
-        )
-    rows.append(("total", "", f"{sum(c[0] for c in counts.values()):,}", f"{total:,}", "100.0%"))
-    return aligned(rows)
+            row = found.setdefault(key, _Row([], [], set(), set(), set()))
+            sizes = [size for r, size in zip(entry.block_roles, numel) if r == role]
+            row.blocks.append(len(sizes))
+            row.entries.append(sum(sizes))
+            row.layers.add(entry.layer)
+            row.units.add(_unit(entry, role))
+            row.updates.add("Muon" if muon else "AdamW")
+    total = sum(sum(row.entries) for row in found.values())
+    rows = [("role", "layer", "blocks", "parameters", "share", "scale of a", "BlockMuon")]
+    for key in sorted(found, key=lambda key: (key[1], ROLES.index(key[0]))):
+        row = found[key]
+        held = sum(row.entries)
+        counts = (f"{sum(row.blocks):,}", f"{held:,}", f"{held / total:.1%}")
+        update = "both" if len(row.updates) > 1 else next(iter(row.updates))
+        units = "/".join(sorted(row.units))
+        rows.append((key[0], _layer_range(row.layers), *counts, units, update))
+    number = sum(sum(row.blocks) for row in found.values())
+    rows.append(("total", "", f"{number:,}", f"{total:,}", "100.0%", "", ""))
+    return "\n".join(line.rstrip() for line in aligned(rows).splitlines())
+
+
+class _Row(NamedTuple):
+    """What the parameters of one line have."""
+
+    blocks: list[int]
+    entries: list[int]
+    layers: set[int | None]
+    units: set[str]
+    updates: set[str]
+
+
+def _unit(entry: Blocks, role: str) -> str:
+    """What one block of a role is."""
+    split = entry.split
+    if split is None:
+        return "tensor"
+    section = entry.roles.index(role)
+    if split.parts[section] == split.sizes[section] and not split.pooled:
+        return "row"
+    if split.parts[section] * (1 if split.pooled else split.repeat) > 1:
+        return "head"
+    return "matrix" if split.stack > 1 else "tensor"
 
 
 def _layer_range(layers: set[int | None]) -> str:

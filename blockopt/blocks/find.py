@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from blockopt.blocks.adapters import adapter_layouts, peft_config
-from blockopt.blocks.attention import attention_layouts
+from blockopt.blocks.attention import attention_layouts, is_attention
 from blockopt.blocks.blocks import ROW_ROLES, Blocks
 from blockopt.blocks.ends import (
     embedding_layouts,
@@ -300,7 +300,8 @@ def _unexplained_attention(modules: dict[str, nn.Module], found: Layouts) -> Lay
     for module in modules.values():
         if is_called_attention(module):
             maps = direct_maps(module)
-            if any(linear.weight in found for linear in maps.values()):
+            explained = any(linear.weight in found for linear in maps.values())
+            if explained or is_attention(module):
                 continue
             for attribute, linear in maps.items():
                 if "gated" in type_words(module):

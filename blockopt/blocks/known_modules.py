@@ -79,7 +79,7 @@ GATE_AND_INPUT = (
     ("w_0", "w_1"),  # CPM-Ant
     ("fc1_g", "fc1_x"),  # timm's SwiGLU
     ("linear_y", "linear_x"),  # RecurrentGemma
-    ("linear_fc1_0", "linear_fc1_1"),
+    ("w0", "w1"),  # timm's GeGLU
 )
 # One map for both: the order of its halves, by type first, then by name.
 GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")

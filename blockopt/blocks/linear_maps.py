@@ -59,7 +59,7 @@ def _type_words(kind: type) -> frozenset[str]:
 def is_called_attention(module: nn.Module) -> bool:
     """Whether the name of the module's type, or of one that it derives from, ends so."""
     names = (base.__name__ for base in type(module).__mro__)
-    return any(re.search(r"(Attention|Attn)(\d?D|\dd)?$", name) for name in names)
+    return any(re.search(r"Attention(\d?D|\dd)?$", name) for name in names)
 
 
 def is_named(module: nn.Module, *names: str) -> bool:
@@ -115,11 +115,13 @@ def read_linear(module: object) -> Linear | None:
     sizes = _declared_sizes(module)
     if sizes is None and (weight.ndim < 2 or any(size != 1 for size in weight.shape[2:])):
         return None
-    if getattr(module, "groups", 1) != 1 or getattr(module, "transposed", False):
+    groups = getattr(module, "groups", 1)
+    depthwise = groups != 1 and weight.shape[1] == 1
+    if depthwise or getattr(module, "transposed", False):
         return None
     input_first = is_named(module, "Conv1D") and hasattr(module, "nf")
     out_dim, in_dim = (1, 0) if input_first else (0, 1)
-    out_size, in_size = sizes or (weight.shape[out_dim], weight.shape[in_dim])
+    out_size, in_size = sizes or (weight.shape[out_dim], groups * weight.shape[in_dim])
     bias = module._parameters.get("bias")
     return Linear(weight, bias, out_dim, in_dim, out_size, in_size)
 

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import ROW_ROLES, describe, find_blocks
+from blockopt.blocks import (
+    ROW_ROLES,
+    UnknownBlocksError,
+    as_text,
+    describe,
+    find_blocks,
+    parse_override,
+)
 from blockopt.cli.configs import find_config, import_transformers
 from blockopt.cli.errors import UserError, user_mistakes
 
@@ -31,6 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
     parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE[:SPLIT]",
+        help="the role of a parameter or pattern, such as 'h.*.fc.weight=mlp_in', or its sections "
+        "with dimension, sizes and parts: 'h.*.qkv.weight=query+key+value:0/64+64+64/4+4+4'; may "
+        "be repeated",
+    )
+    parser.add_argument(
         "--watch",
         action="store_true",
         help="build the model with random weights, in memory, and find its blocks by one forward "
@@ -41,13 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     model = build_from_config(options.model, device="cpu" if options.watch else "meta")
-    with user_mistakes(ValueError):  # a model whose blocks cannot be told
+    with user_mistakes(ValueError):
+        overrides = dict(parse_override(text) for text in options.override)
+    try:
         blocks = find_blocks(
             model,
             per_head=not options.no_per_head,
             per_row=options.per_row,
+            overrides=overrides,
             example=random_input(model) if options.watch else None,
         )
+    except UnknownBlocksError as error:
+        lines = [f"    --override '{as_text(*entry)}'" for entry in error.overrides.items()]
+        raise UserError(f"{error}\nTo this command, pass\n" + " \\\n".join(lines)) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
     print(f"{type(model).__name__} ({options.model})")
     print(describe(model, blocks, by_layer=options.by_layer))
     return 0

@@ -33,10 +33,11 @@ GPT2_ROWS = [
 def parse(table):
     """The rows of a table without header and total, and the total."""
     header, *lines, total = table.splitlines()
-    assert header.split() == ["role", "layer", "blocks", "parameters", "share"]
+    assert header.split(maxsplit=5)[:5] == ["role", "layer", "blocks", "parameters", "share"]
+    assert header.endswith("scale of a  BlockMuon")
     rows = []
     for line in lines:
-        role, *layer, blocks, parameters, share = line.split()
+        role, *layer, blocks, parameters, share, _, _ = line.split()
         rows.append(
             (
                 role,
