@@ -49,7 +49,7 @@ EVERY = DEFAULTS["every"]
 # smallest acceptable rank correlation with the exact curvature of the tensors.
 COST = {"gradient": 0.05, "hutchinson": 5.0}
 COST |= dict.fromkeys(("analytic", "analytic, full", "secant", "newton"), 2.0)
-OVERHEAD = 0.03
+OVERHEAD = 0.02
 RANK = 0.9
 SHOWN = {"analytic": ("GN", "o"), "gauss_newton": ("GN", "^"), "hutchinson": ("H", "s")}
 

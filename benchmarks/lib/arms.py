@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from benchmarks.lib.problem import Problem, take_apart
 from blockopt import BlockAdamW, BlockMuon, BlockSGD, find_blocks
+from blockopt.blocks import Level, block_groups
 
 LR = 1e-4
 
@@ -60,16 +62,17 @@ def adam_mini(problem: Problem) -> Optimizer:
     return Adam_mini(named.items(), **ADAMW, weight_decay=0.1, verbose=False, **sizes)
 
 
-def scaled(optimizer: BlockAdamW | BlockSGD) -> Optimizer:
-    """Set every block scale to a random number in [0.5, 2]."""
-    scales = optimizer.block_scales()
-    optimizer.set_block_scales({n: 0.5 + 1.5 * torch.rand_like(s) for n, s in scales.items()})
+def scaled(problem: Problem, optimizer: BlockAdamW | BlockSGD, by: Level) -> Optimizer:
+    """Set the scale of each group of blocks to a random number in [0.5, 2]."""
+    labels, numbers = block_groups(find_blocks(problem.model), by)
+    values = 0.5 + 1.5 * torch.rand(len(labels), generator=torch.Generator().manual_seed(0))
+    optimizer.set_block_scales({name: values[number] for name, number in numbers.items()})
     return optimizer
 
 
-def block_adamw(problem: Problem) -> BlockAdamW:
+def block_adamw(problem: Problem, nonfinite: str = "raise") -> BlockAdamW:
     """Build `BlockAdamW`, with all scales 1."""
-    return BlockAdamW(problem.groups(), **ADAMW)
+    return BlockAdamW(problem.groups(), **ADAMW, nonfinite=nonfinite)
 
 
 def block_sgd(problem: Problem) -> BlockSGD:
@@ -81,25 +84,51 @@ ADAMW = {"lr": LR, "betas": (0.9, 0.95)}
 MOMENTUM = {"lr": LR, "momentum": 0.9}
 FOREACH, FUSED, MINI = "AdamW foreach", "AdamW fused", "Adam-mini"
 SGD, MUON = "SGD foreach", "torch Muon"
-ADAMW_TARGETS = ((FOREACH, 1.0), (FUSED, 1.3), (MINI, 0.3))
+# The largest acceptable ratio to fused AdamW, with gradients checked and with nonfinite="ignore".
+# Scales by head change with every row of an embedding and every neuron, too.
+VARIANTS: dict[str, tuple[Level | None, float, float]] = {
+    "BlockAdamW": (None, 1.3, 1.02),
+    "BlockAdamW, by role": ("role", 1.35, 1.05),
+    "BlockAdamW, by head": ("head", 1.5, 1.25),
+}
 SGD_TARGETS = ((SGD, 1.1), (MINI, 0.3))
+
+
+def variants(name: str, by: Level | None, checked: float, ignoring: float) -> Iterator[Arm]:
+    """Yield an arm that checks gradients, and one that does not."""
+
+    def build(problem: Problem, nonfinite: str) -> Optimizer:
+        optimizer = block_adamw(problem, nonfinite)
+        return optimizer if by is None else scaled(problem, optimizer, by)
+
+    others = ((FOREACH, 1.0), (MINI, 0.3))
+    yield Arm(
+        name, partial(build, nonfinite="raise"), targets=((FUSED, checked), *others), ours=True
+    )
+    unchecked = partial(build, nonfinite="ignore")
+    yield Arm(f"{name}, unchecked", unchecked, targets=((FUSED, ignoring),), ours=True)
+
 
 ARMS = (
     Arm(FOREACH, lambda p: torch.optim.AdamW(p.groups(), **ADAMW, foreach=True)),
     Arm(FUSED, lambda p: torch.optim.AdamW(p.groups(), **ADAMW, fused=True)),
     Arm(SGD, lambda p: torch.optim.SGD(p.groups(weight_decay=0.0), **MOMENTUM, foreach=True)),
     Arm(MINI, adam_mini),
-    Arm("BlockAdamW", block_adamw, targets=ADAMW_TARGETS, ours=True),
-    Arm("BlockAdamW, scaled", lambda p: scaled(block_adamw(p)), targets=ADAMW_TARGETS, ours=True),
+    *(arm for name, options in VARIANTS.items() for arm in variants(name, *options)),
     Arm(
         "BlockAdamW block",
         lambda p: BlockAdamW(p.groups(), **ADAMW, second_moment="block"),
-        targets=((FUSED, 1.0), (MINI, 0.3)),
+        targets=((FUSED, 1.2), (MINI, 0.3)),
         ours=True,
         state_target=4.1,
     ),
     Arm("BlockSGD", block_sgd, targets=SGD_TARGETS, ours=True),
-    Arm("BlockSGD, scaled", lambda p: scaled(block_sgd(p)), targets=SGD_TARGETS, ours=True),
+    Arm(
+        "BlockSGD, by role",
+        lambda p: scaled(p, block_sgd(p), "role"),
+        targets=SGD_TARGETS,
+        ours=True,
+    ),
     Arm(
         MUON,
         lambda p: torch.optim.Muon(p.matrices(), lr=LR, adjust_lr_fn="match_rms_adamw"),
