@@ -138,7 +138,7 @@ ARMS = (
         "BlockMuon",
         lambda p: BlockMuon(p.matrix_groups(), lr=LR),
         suite="muon",
-        targets=((MUON, 0.3),),
+        targets=((MUON, 0.6),),
         ours=True,
     ),
     Arm(
