@@ -6,7 +6,8 @@
 
 Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a
 Transformer?" (ICLR 2025), and `weights` is about its Section 3.3. `sink` is that of Singh, Ormaniec
-and Hofmann, "Cracking the Hessian" (2025), and the last three are those of Petrov et al., arXiv
+and Hofmann, "Cracking the Hessian" (2025). `block-spectra` is a comparison of Zhang et al., "Why
+Transformers need Adam" (2024), on tiny models. The last three are those of Petrov et al., arXiv
 2510.16927, on synthetic images. Where a figure shows no numbers, the paper's statements about it
 are checked, by criteria in the tables.
 """
@@ -26,7 +27,7 @@ from rich.table import Table
 
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
-from recipes.paper_figures import growth, hessians, vision, weight_norms
+from recipes.paper_figures import block_spectra, growth, hessians, vision, weight_norms
 from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
 FIGURES: dict[str, Callable[[Run], Outcome]] = {
@@ -40,6 +41,7 @@ FIGURES: dict[str, Callable[[Run], Outcome]] = {
     "8": growth.figure_8,
     "weights": weight_norms.figure_weights,
     "sink": hessians.figure_sink,
+    "block-spectra": block_spectra.figure_block_spectra,
     "curvature-gap-heatmap": vision.figure_gap_heatmap,
     "curvature-gap-norms": vision.figure_gap_norms,
     "loss-difference": vision.figure_loss_difference,
