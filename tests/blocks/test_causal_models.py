@@ -40,6 +40,9 @@ def changed_heads(before, after):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # GPT-BigCode
 def test_each_block_of_the_first_layer_feeds_its_head_alone(kind, monkeypatch):
     model = build_causal(kind)
     first = attention_inputs(model, monkeypatch)[0]
