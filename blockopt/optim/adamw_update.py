@@ -38,11 +38,11 @@ def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
     by_block = [[_is_by_block(entry, group) for entry in entries] for group, entries in work]
     chosen = [e for (_, es), flags in zip(work, by_block) for e, flag in zip(es, flags) if flag]
     squares = iter(block_mean_squares([(entry.gradient, entry.blocks) for entry in chosen]))
-    found = []
+    found, nothing = [], torch.empty(0)  # for gradients that are not checked
     for (group, entries), flags in zip(work, by_block):
         others = [entry for entry, flag in zip(entries, flags) if not flag]
         norms = iter(norms_to_check(others, group))
-        found.append([next(squares if flag else norms) for flag in flags])
+        found.append([next(squares) if flag else next(norms, nothing) for flag in flags])
     return found
 
 

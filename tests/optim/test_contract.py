@@ -262,6 +262,13 @@ def test_nonfinite_gradient_changes_nothing(make, place, value):
     assert_same_weights(twin, clean)
 
 
+def test_ignoring_changes_nothing_while_gradients_are_finite(make):
+    checked, ignored = tiny_gpt(), tiny_gpt()
+    train(checked, make(blockopt.param_groups(checked)), range(3))
+    train(ignored, make(blockopt.param_groups(ignored), nonfinite="ignore"), range(3))
+    assert_same_weights(checked, ignored)
+
+
 def test_weight_decay_of_the_optimizer_reaches_matrices_only():
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(tiny_gpt()), weight_decay=0.03)
     decays = {
