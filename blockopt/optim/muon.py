@@ -57,7 +57,8 @@ class BlockMuon(BlockOptimizer):
     Args:
         params: What `param_groups(model)` returns.
         lr: Learning rate.
-        momentum: Decay rate of the momentum of the matrices.
+        momentum: Decay rate of the momentum of the matrices. In our runs 0.9 ends lower than the
+            usual 0.95, with 1,000 tokens per step and with 8,000.
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         nesterov: Look ahead by one step of momentum.
         iterations: Number of steps of the iteration. With 3 there are 0.8 of the products, and
@@ -94,7 +95,7 @@ class BlockMuon(BlockOptimizer):
         self,
         params: Parameters,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         weight_decay: float = 0.1,
         *,
         nesterov: bool = True,

@@ -4,6 +4,7 @@
 |---|---|
 | `block-adamw`, `block-sgd`, `block-muon` | blockopt's |
 | `block-adamw-block` | BlockAdamW with one second moment per Hessian block |
+| `block-adamw-whitened` | BlockAdamW with whitened columns of the embedding and the head |
 | `adamw`, `sgd` | `torch.optim` |
 | `muon` | `torch.optim.Muon` for the matrices in layers, `torch.optim.AdamW` for the rest |
 | `torch_optimizer:NAME` | any of torch-optimizer, such as `torch_optimizer:Yogi` |
@@ -34,7 +35,12 @@ from blockopt.blocks import from_plain
 from blockopt.optim.matrix_sections import is_hidden_matrix
 from recipes.common.errors import MissingPackageError, UsageError
 
-OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
+SECOND_MOMENTS = {
+    "block-adamw": "coordinate",
+    "block-adamw-block": "block",
+    "block-adamw-whitened": "whitened",
+}
+OURS = (*SECOND_MOMENTS, "block-sgd", "block-muon")
 THEIRS = ("adamw", "sgd", "muon", "adam-mini", "soap", "sophia", "schedulefree")
 NAMES = (*OURS, *THEIRS, "torch_optimizer:NAME")
 # The module that an optimizer comes from, and the package to install for it.
@@ -114,7 +120,7 @@ def build_optimizer(
         lr: Learning rate.
         weight_decay: For matrices other than norms; everything else has none.
         betas: For optimizers with two moments; by default what is usual for each.
-        momentum: For SGD (by default 0.9) and Muon (by default 0.95).
+        momentum: For SGD and BlockMuon (by default 0.9) and torch's Muon (by default 0.95).
         curvature: What a `BlockLR` will measure, if one will be attached. Optimizers that are not
             blockopt's then get one group per parameter, so that each can have its own learning
             rate.
@@ -141,20 +147,21 @@ def build_optimizer(
             raise
         groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by, example=example)
     sgd_momentum = 0.9 if momentum is None else momentum
-    muon_momentum = 0.95 if momentum is None else momentum
-    if name in ("block-adamw", "block-adamw-block"):
-        second_moment = "block" if name.endswith("-block") else "coordinate"
+    if name in SECOND_MOMENTS:
+        second_moment = SECOND_MOMENTS[name]
         return blockopt.BlockAdamW(groups, lr=lr, betas=betas, second_moment=second_moment)
     if name == "block-sgd":
         return blockopt.BlockSGD(groups, lr=lr, momentum=sgd_momentum)
     if name == "block-muon":
-        return blockopt.BlockMuon(groups, lr=lr, betas=betas, momentum=muon_momentum)
+        given = {} if momentum is None else {"momentum": momentum}
+        return blockopt.BlockMuon(groups, lr=lr, betas=betas, **given)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=sgd_momentum)
     if name == "muon":
-        return MuonWithAdamW(groups, lr=lr, betas=betas, momentum=muon_momentum)
+        usual = 0.95 if momentum is None else momentum
+        return MuonWithAdamW(groups, lr=lr, betas=betas, momentum=usual)
     if name == "adam-mini":
         return _adam_mini(model, lr, weight_decay, betas)
     if name == "schedulefree":

@@ -3,7 +3,8 @@
 Most arms tune the learning rate, what they add to it, and weight decay, in this order. Shipped arms
 tune the learning rate only: weight decay is 0.1 and `BlockLR` has its defaults, as in the snippet
 of the README. Everything else is fixed, and equal where it means the same: betas (0.9, 0.95) for
-everything like Adam and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and 0.95 for Muon, clipping at
+everything like Adam and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and BlockMuon and 0.95 for
+torch's Muon (their defaults), clipping at
 norm 1, weight decay on matrices only. Arms that are not shipped refresh their scales about 20 times
 per run, one scale per role (`BlockLR(by="role")`).
 
@@ -107,7 +108,18 @@ def _ours() -> Iterator[Arm]:
             DECAY,
             ": one second moment per block",
         ),
-        "block-muon": ("BlockMuon", MUON_LR, DECAY, ": Muon with separate queries, keys, values"),
+        "block-adamw-whitened": (
+            "BlockAdamW, whitened",
+            ADAM_LR,
+            DECAY,
+            ": columns of the embedding whitened",
+        ),
+        "block-muon": (
+            "BlockMuon",
+            MUON_LR,
+            DECAY,
+            ": Muon with separate queries, keys, values; columns of the embedding whitened",
+        ),
     }
     curvatures = {
         "analytic": ("BlockLR (analytic)", "analytic Gauss-Newton curvature"),
@@ -138,7 +150,8 @@ def _controls(bases: Mapping[str, Arm]) -> Iterator[Arm]:
 
 
 def _shipped(bases: Mapping[str, Arm]) -> Iterator[Arm]:
-    names = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
+    names = ("adamw", "muon", "block-adamw+newton", "block-adamw-whitened", "block-muon")
+    names += ("block-muon+newton",)
     for base in (bases[name] for name in names):
         yield Arm(
             f"shipped-{base.name}",
