@@ -36,6 +36,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 import blockopt
+from blockopt.blocks import parse_override
 from blockopt.distributed import reshard
 from recipes.common.checkpoints import Checkpoints
 from recipes.common.optimizers import EXAMPLE, build_optimizer
@@ -206,6 +207,7 @@ def make_run(
     model = together(lambda: build_model(arguments, data))
     names = ("weight_decay", "betas", "momentum", "curvature")
     options = {name: getattr(arguments, name) for name in names}
+    options["overrides"] = dict(map(parse_override, arguments.override))
     options["example"] = batches[0][0][:1, :EXAMPLE]
     optimizer = together(
         lambda: build_optimizer(arguments.optimizer, model, arguments.lr, **options)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainingArguments, set_seed
 
+from blockopt.blocks import parse_override
 from blockopt.curvature import ESTIMATORS
 from blockopt.huggingface import BlockLRCallback
 from recipes.common.errors import UserError, one_line_errors
@@ -32,7 +33,7 @@ from recipes.common.gpt2 import GPT2, to_huggingface
 from recipes.common.optimizers import EXAMPLE, build_optimizer, check_optimizer
 from recipes.data.addition import IGNORED
 from recipes.data.token_data import TokenData, add_data_arguments, load_from_arguments
-from recipes.training.arguments import add_optimizer_arguments, add_run_arguments
+from recipes.training.arguments import add_optimizer_arguments, add_run_arguments, check_overrides
 from recipes.training.models import (
     add_model_arguments,
     build_model,
@@ -117,6 +118,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         )
     try:
         check_optimizer(arguments.optimizer)
+        check_overrides(arguments)
         check_model_arguments(arguments)
     except (UserError, ValueError) as error:
         parser.error(str(error))
@@ -157,6 +159,7 @@ def train(arguments: argparse.Namespace, trainer_arguments: TrainingArguments) -
     training, held_out = windows(data, window_length(arguments, data))
     curvature = None if arguments.curvature == "none" else arguments.curvature
     options = {"weight_decay": arguments.weight_decay, "curvature": curvature}
+    options["overrides"] = dict(map(parse_override, arguments.override))
     options["example"] = training[0]["input_ids"][None, :EXAMPLE]
     optimizer = build_optimizer(arguments.optimizer, model, arguments.lr, **options)
     callbacks, block_lr = [Checksums()], None

@@ -117,6 +117,11 @@ class UnknownBlocksError(ValueError):
             + (EXAMPLE_HELPS if may_watch else "")
         )
 
+    def for_a_command(self) -> str:
+        """The message, and the overrides as a command takes them."""
+        flags = [f"    --override '{as_text(*entry)}'" for entry in self.overrides.items()]
+        return f"{self}\nTo this command, pass\n" + " \\\n".join(flags)
+
 
 def python(blocks: Blocks) -> str:
     """Blocks as a user would write them."""

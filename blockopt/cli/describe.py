@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from blockopt.blocks import (
     ROW_ROLES,
     UnknownBlocksError,
-    as_text,
     describe,
     find_blocks,
     parse_override,
@@ -68,8 +67,7 @@ def run(options: argparse.Namespace) -> int:
             example=random_input(model) if options.watch else None,
         )
     except UnknownBlocksError as error:
-        lines = [f"    --override '{as_text(*entry)}'" for entry in error.overrides.items()]
-        raise UserError(f"{error}\nTo this command, pass\n" + " \\\n".join(lines)) from None
+        raise UserError(error.for_a_command()) from None
     except ValueError as error:
         raise UserError(str(error)) from None
     print(f"{type(model).__name__} ({options.model})")

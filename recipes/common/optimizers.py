@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 import blockopt
 from blockopt.block_lr.optimizer_hooks import unwrapped
-from blockopt.blocks import from_plain
+from blockopt.blocks import Blocks, UnknownBlocksError, find_blocks, from_plain
 from blockopt.optim.matrix_sections import is_hidden_matrix
 from recipes.common.errors import MissingPackageError, UsageError
 
@@ -110,6 +110,7 @@ def build_optimizer(
     betas: tuple[float, float] | None = None,
     momentum: float | None = None,
     curvature: str | None = None,
+    overrides: Mapping[str, Blocks] | None = None,
     example: Any = None,
 ) -> Optimizer:
     """Build the optimizer of this name for all trainable parameters of the model.
@@ -124,10 +125,12 @@ def build_optimizer(
         curvature: What a `BlockLR` will measure, if one will be attached. Optimizers that are not
             blockopt's then get one group per parameter, so that each can have its own learning
             rate.
+        overrides: Blocks of parameters or patterns, instead of those that would be found.
         example: What the model is called with, for a forward pass if names do not tell its blocks.
 
     Raises:
-        UsageError: If the name is unknown, or the optimizer cannot train the model.
+        UsageError: If the name is unknown, the optimizer cannot train the model, or its blocks
+            cannot be told.
         MissingPackageError: If its package is not installed.
 
     Example:
@@ -140,12 +143,8 @@ def build_optimizer(
     check_optimizer(name)
     betas = BETAS.get(name, (0.9, 0.95)) if betas is None else betas
     by = "parameter" if curvature is not None and name not in OURS else "role"
-    try:
-        groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by)
-    except ValueError:
-        if example is None:
-            raise
-        groups = blockopt.param_groups(model, weight_decay=weight_decay, by=by, example=example)
+    blocks = _find_blocks(model, overrides or {}, example)
+    groups = blockopt.param_groups(model, blocks, weight_decay=weight_decay, by=by)
     sgd_momentum = 0.9 if momentum is None else momentum
     if name in SECOND_MOMENTS:
         second_moment = SECOND_MOMENTS[name]
@@ -173,6 +172,25 @@ def build_optimizer(
         return (module.SOAP if name == "soap" else module.SophiaH)(groups, lr=lr, betas=betas)
     wanted = {"lr": lr, "betas": betas, "momentum": sgd_momentum}
     return _of_torch_optimizer(name.partition(":")[2], groups, wanted)
+
+
+def _find_blocks(
+    model: nn.Module, overrides: Mapping[str, Blocks], example: Any
+) -> Mapping[str, Blocks]:
+    """Find the blocks by names or, where these do not tell, in a forward pass on the example."""
+    try:
+        try:
+            return find_blocks(model, overrides=overrides)
+        except UnknownBlocksError:
+            if example is None:
+                raise
+            return find_blocks(model, overrides=overrides, example=example)
+    except UnknownBlocksError as error:
+        raise UsageError(error.for_a_command()) from None
+    except ValueError as error:
+        if not overrides:
+            raise
+        raise UsageError(str(error)) from error
 
 
 def _of_torch_optimizer(

@@ -12,6 +12,7 @@ from typing import NoReturn
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DynamoBackend, LoggerType
 
+from blockopt.blocks import parse_override
 from blockopt.curvature import ESTIMATORS
 from recipes.common.errors import UsageError, UserError
 from recipes.common.flags import flag, script_parser
@@ -35,7 +36,26 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse._Argume
     group.add_argument("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
     group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
     group.add_argument("--weight-decay", type=float, default=0.1, help="for matrices")
+    group.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE[:SPLIT]",
+        help="blocks of a parameter or pattern, as for `blockopt describe`; may be repeated",
+    )
     return group
+
+
+def check_overrides(arguments: argparse.Namespace) -> None:
+    """Check the form of `--override`, and that the optimizer looks at blocks.
+
+    Raises:
+        ValueError: If not.
+    """
+    for text in arguments.override:
+        parse_override(text)
+    if arguments.override and arguments.optimizer == "adam-mini":
+        raise UsageError("adam-mini finds blocks of its own. Leave out --override.")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> argparse._ArgumentGroup:
@@ -100,6 +120,7 @@ def parse(argv: list[str] | None = None, about: str | None = None) -> argparse.N
         shape = {"warmup": arguments.warmup, "decay": arguments.decay}
         schedule(arguments.schedule, 0, arguments.steps, **shape)
         check_optimizer(arguments.optimizer)
+        check_overrides(arguments)
         check_model_arguments(arguments)
     except (UserError, ValueError) as error:
         parser.error(str(error))
@@ -114,7 +135,7 @@ def wait_and_leave(message: str) -> NoReturn:
 
 def given_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
     """Return the names of the flags that are on the command line."""
-    absent = object()
+    absent: list[str] = []  # a list, to which a flag that may be repeated can append
     names = vars(parser.parse_args([]))
     values = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, absent))))
     return {name for name in names if values[name] is not absent}
@@ -177,6 +198,8 @@ def check_ranges(arguments: argparse.Namespace) -> None:
     _check(a, "record_hessian", recorded, f"in [0, {a.steps}], the steps of the run")
     alone = not a.record_hessian or int(os.environ.get("WORLD_SIZE", "1")) == 1
     _check(a, "record_hessian", alone, "left out on several processes")
+    by_names = not a.record_hessian or not a.override
+    _check(a, "record_hessian", by_names, "left out with --override, which it would not follow")
     decays = a.optimizer == "schedulefree" and a.schedule != "constant"
     _check(a, "schedule", not decays, "constant for schedulefree, which averages instead")
     shares = int(os.environ.get("WORLD_SIZE", "1")) * a.accumulate

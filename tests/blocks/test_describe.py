@@ -198,6 +198,22 @@ def test_the_options_reach_the_finder(config_folder, capsys):
     )
 
 
+def test_overrides_on_the_command_line(config_folder, capsys):
+    model = FAMILIES["llama"]()
+    name = next(n for n, _ in model.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
+    pattern = name.replace(".0.", ".*.")
+    assert main(["describe", str(config_folder), "--override", f"{pattern}=other"]) == 0
+    expected = describe(model, find_blocks(model, overrides={pattern: "other"}))
+    assert capsys.readouterr().out.split("\n", 1)[1] == expected + "\n"
+    rows = {row[0]: row for row in parse(expected)[0]}
+    assert "query" not in rows
+    assert "other" in rows
+    with pytest.raises(SystemExit, match="Invalid override 'q=table' with the role 'table'"):
+        main(["describe", str(config_folder), "--override", "q=table"])
+    with pytest.raises(SystemExit, match="'nowhere': it matches no trainable parameter"):
+        main(["describe", str(config_folder), "--override", "nowhere=other"])
+
+
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
     [

@@ -2,8 +2,10 @@
 
 import copy
 import doctest
+import re
 import sys
 import warnings
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch_optimizer
 import transformers
 
 import blockopt
-from blockopt.blocks import from_plain
+from blockopt.blocks import from_plain, parse_override
 from recipes.common import optimizers
+from recipes.common.errors import UsageError
 from recipes.common.gpt2 import GPT2, to_huggingface
 from recipes.common.optimizers import (
     NAMES,
@@ -277,6 +280,27 @@ def test_bad_options_are_refused():
         build_optimizer("adamw", tiny_gpt(), 1e-2, weight_decay=-1)
     with pytest.raises(ValueError, match="matrices in layers"):
         build_optimizer("muon", torch.nn.Embedding(3, 4), 1e-2)
+
+
+def test_overrides_settle_blocks_and_are_asked_for():
+    """The overrides that a refusal proposes are taken, and stand in the optimizer's groups."""
+    model = research_model("letters")
+    for block in model.blocks:
+        del block.h  # the number of heads, without which names do not tell the blocks
+    with pytest.raises(UsageError, match="To this command, pass\n    --override") as caught:
+        build_optimizer("block-adamw", model, 1e-2)
+    proposed = re.findall(r"--override '(.+)'", str(caught.value))
+    overrides = dict(map(parse_override, proposed))
+    optimizer = build_optimizer("block-adamw", model, 1e-2, overrides=overrides)
+    groups = optimizer.param_groups
+    held = {p: from_plain(b) for g in groups for p, b in zip(g["params"], g["blocks"])}
+    matched = 0
+    for parameter_name, parameter in model.named_parameters():
+        for pattern, blocks in overrides.items():
+            if fnmatchcase(parameter_name, pattern):
+                assert held[parameter]._replace(layer=None) == blocks
+                matched += 1
+    assert matched >= len(overrides) > 0
 
 
 @pytest.mark.parametrize("name", ["block-adamw", "adamw"])

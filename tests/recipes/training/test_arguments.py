@@ -55,6 +55,16 @@ def not_launched(monkeypatch):
             "--vocab-size is for a tokenizer that is trained",
         ),
         (("--data", "addition:2", "--tokenizer", "bytes"), "--tokenizer is for text"),
+        (("--override", "wte.weight=table"), "with the role 'table'"),
+        (("--override", "wpe.weight=position", "--override", "wte"), "Invalid override 'wte'"),
+        (
+            ("--optimizer", "adam-mini", "--override", "wte.weight=other"),
+            "adam-mini finds blocks of its own. Leave out --override",
+        ),
+        (
+            ("--record-hessian", "0", "--override", "wte.weight=other"),
+            "left out with --override, which it would not follow",
+        ),
     ],
 )
 def test_bad_flags_are_refused_early(options, message, capsys):

@@ -368,6 +368,27 @@ def test_bugs_keep_their_traceback(tmp_path, cache, monkeypatch):
     forget()
 
 
+def test_overrides_reach_the_optimizer_the_scales_and_the_resumption(tmp_path, cache, capsys):
+    plain = run(flags(tmp_path / "plain", cache, "--steps 4 --curvature gradient"))
+    options = "--steps 4 --curvature gradient --curvature-every 2"
+    options += " --override wpe.weight=other --override h.*.mlp.c_fc.weight=mlp_out"
+    log = run(flags(tmp_path / "run", cache, options))
+    roles = [
+        {role for line in read_log(path) if line["kind"] == "scales" for role in line["scales"]}
+        for path in (plain, log)
+    ]
+    assert roles[0] - roles[1] == {"mlp_in", "position"}
+    assert roles[1] - roles[0] == {"other"}
+    without = options.replace(" --override wpe.weight=other", "")
+    with pytest.raises(CheckpointError, match=r"had override \['wpe.weight=other', .*, now \['h"):
+        run(flags(tmp_path / "run", cache, without, "--resume"))
+    with pytest.raises(SystemExit) as caught:
+        train.main(flags(tmp_path / "typo", cache, "--steps 2 --override wp.weight=position"))
+    forget()
+    assert caught.value.code == 2
+    assert "'wp.weight': it matches no trainable parameter" in capsys.readouterr().err
+
+
 def test_the_hub_out_of_reach(tmp_path, cache, capsys, monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.constants.HF_HUB_OFFLINE", True

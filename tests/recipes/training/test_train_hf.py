@@ -62,6 +62,21 @@ def losses(state):
     return {line["step"]: line["loss"] for line in state["log_history"] if "loss" in line}
 
 
+def test_overrides(folder, capsys, refused):
+    """Of the GPT-2 of transformers, by its own names, in the scales that are written."""
+    wte, query = "transformer.wte.weight=other", "transformer.h.*.attn.c_attn.weight=gate"
+    both = ("--override", wte, "--override", query)
+    train_hf.main(flags(folder, "overridden", *SIZES, "--steps", 4, *both))
+    rows = (folder / "overridden" / "block_lr.csv").read_text().splitlines()
+    roles = {row.split(",")[1] for row in rows[1:]}
+    assert {"other", "gate"} <= roles
+    assert not {"query", "key", "value", "embedding"} & roles
+    with refused("'wte': it matches no trainable parameter"):
+        train_hf.main(flags(folder, "typo", *SIZES, "--steps", 4, "--override", "wte=other"))
+    with refused("Invalid override 'wte'"):
+        train_hf.main(flags(folder, "typo", *SIZES, "--steps", 4, "--override", "wte"))
+
+
 def test_train_resume_and_fine_tune(folder, capsys, refused):
     train_hf.main(flags(folder, "whole", *SIZES, "--steps", 12))
     whole = losses(state(folder / "whole", 12))
