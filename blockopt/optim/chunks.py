@@ -23,7 +23,7 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     Example:
         >>> tensors = [torch.empty(3), torch.empty(5), torch.empty(1200, 1000)]
         >>> [[tuple(t.shape) for t in chunk] for (chunk,) in in_chunks(tensors)]
-        [[(3,), (5,)], [(524, 1000)], [(524, 1000)], [(152, 1000)]]
+        [[(3,), (5,)], [(1048, 1000)], [(152, 1000)]]
     """
     rows = list(zip(*columns))
     if torch.compiler.is_compiling():

@@ -44,7 +44,8 @@ def equal_scales(rank):
         for kind in ("block", "torch") if curvature == "gauss_newton" else ("block",):
             model = DistributedDataParallel(tiny_gpt())
             optimizer = BUILD[kind](model)
-            block_lr = BlockLR(optimizer, model, curvature=curvature, every=2, by="tensor")
+            options = {"every": 2, "by": "tensor", "beta": 0.0}
+            block_lr = BlockLR(optimizer, model, curvature=curvature, **options)
             take_steps(model, optimizer, block_lr, rank)
             assert block_lr.failures == 0, curvature
             assert [refresh.step for refresh in block_lr.history] == [1, 3]
@@ -73,7 +74,8 @@ def averaged(rank):
         {n: torch.rand(b.num_blocks, generator=generator) for n, b in blocks.items()}
         for _ in range(2)
     ]
-    block_lr = BlockLR(optimizer, model, curvature=lambda *_: curvatures[rank], by="head")
+    curvature = lambda *_: curvatures[rank]  # noqa: E731
+    block_lr = BlockLR(optimizer, model, curvature=curvature, by="head", beta=0.0)
     take_steps(model, optimizer, block_lr, rank, range(1))
     expected = block_scales(
         {n: (curvatures[0][n] + curvatures[1][n]) / 2 for n in blocks}, model, by="head"
@@ -107,7 +109,8 @@ def sharded_estimators(rank):
         for kind in ("block", "torch") if curvature == "secant" else ("block",):
             model = shard(tiny_gpt())
             optimizer = BUILD[kind](model)
-            block_lr = BlockLR(optimizer, model, curvature=curvature, every=2, by="tensor")
+            options = {"every": 2, "by": "tensor", "beta": 0.0}
+            block_lr = BlockLR(optimizer, model, curvature=curvature, **options)
             take_steps(model, optimizer, block_lr, rank)
             assert block_lr.failures == 0
             assert [refresh.step for refresh in block_lr.history] == [1, 3]
