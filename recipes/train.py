@@ -21,6 +21,7 @@ transformers loads. A run that was killed continues with `--resume`, with the sa
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -133,11 +134,13 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
     """
     together(lambda: check_accelerator(accelerator, arguments))
     with only_run_in(arguments.output, lambda: check_folder(arguments.output, arguments.resume)):
-        data, batches, held_out = together(lambda: load_batches(arguments, accelerator.print))
+        say = functools.partial(accelerator.print, flush=True)  # on rank 0, at once also in a pipe
+        data, batches, held_out = together(lambda: load_batches(arguments, say))
+        say(f"Building {arguments.hf_checkpoint or 'the model'} and the optimizer")
         run = make_run(arguments, accelerator, data, batches, held_out)
         path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
         with RunLog(path, after=run.done) as log, progress(run) as show:
-            begin(run, data, log)
+            begin(run, data, log, say)
             take_steps(run, log, show)
             loss = None if run.evaluated is None else run.evaluated[1]
             log.write("end", step=arguments.steps, loss=loss)
@@ -249,7 +252,8 @@ def load_batches(
     Raises:
         UserError: If there are no such data, or a part is too short for one sequence.
     """
-    data = load_from_arguments(arguments)
+    say(f"Reading {arguments.data}")
+    data = load_from_arguments(arguments, report=say)
     size = {"batch_size": arguments.batch_size, "context": context_of(arguments, data)}
     batches, held_out = data.batches("train", seed=arguments.seed, **size), None
     if batches.windows < arguments.batch_size:
@@ -264,14 +268,14 @@ def load_batches(
     return data, batches, held_out
 
 
-def begin(run: Run, data: TokenData, log: RunLog) -> None:
+def begin(run: Run, data: TokenData, log: RunLog, say: Callable[[str], None]) -> None:
     """Say and log what is about to be trained."""
     arguments, accelerator, tokens = run.arguments, run.accelerator, data.train.numel()
     numel = sum(p.numel() for p in run.model.parameters())
     vocabulary = f"a vocabulary of {data.vocab_size:,}"
-    accelerator.print(f"{numel:,} parameters, {vocabulary}, {tokens:,} tokens to train on")
+    say(f"{numel:,} parameters, {vocabulary}, {tokens:,} tokens to train on")
     if run.done == arguments.steps:
-        accelerator.print(
+        say(
             f"The run in {arguments.output} is finished: {run.done} steps. To train its model on, "
             f"give another --output and --hf-checkpoint {arguments.output / 'model'}."
         )
@@ -283,6 +287,11 @@ def begin(run: Run, data: TokenData, log: RunLog) -> None:
         log.write("config", arguments=run.settings, seeds=seeds, **counts, **describe_run())
     plain = {k: v for k, v in run.settings.items() if isinstance(v, (int, float, str))}
     accelerator.init_trackers("train", config=plain)
+    if run.done < arguments.steps:
+        compiled = (
+            f", for which {arguments.compile} compiles the model" if arguments.compile else ""
+        )
+        say(f"Taking step {run.done + 1} of {arguments.steps}{compiled}")
 
 
 def is_due(run: Run, every: int) -> bool:

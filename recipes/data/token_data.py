@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def load_data(
     max_tokens: int | None = None,
     text_column: str = "text",
     streaming: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> TokenData:
     """Load tokens from the cache, after writing them there if needed.
 
@@ -115,6 +117,7 @@ def load_data(
         max_tokens: The most tokens to take of each part.
         text_column: The column of JSONL, Parquet and hub data that holds the text.
         streaming: Whether to read hub data without storing all of them; needs `max_tokens`.
+        report: Called with what is about to be done, where it may take long.
 
     Raises:
         UsageError: If an argument is out of range, or the data are not as they should be.
@@ -159,6 +162,7 @@ def load_data(
         folder = cache / "tokens" / _key(settings)
         trained = vocab_size if tokenizer is None else None
         encoding = {"tokenizer": given, "vocab_size": trained, "max_tokens": max_tokens}
+        encoding |= {"report": report}
         record = cached(folder, lambda part: write_tokens(part, opened, source, **encoding))
         ignored, width = 0, None
     train, validation = (
@@ -307,7 +311,9 @@ def add_cache_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--cache", type=Path, help=cache)
 
 
-def load_from_arguments(arguments: argparse.Namespace) -> TokenData:
+def load_from_arguments(
+    arguments: argparse.Namespace, report: Callable[[str], None] | None = None
+) -> TokenData:
     """Call `load_data` as those flags say."""
     return load_data(
         arguments.data,
@@ -318,4 +324,5 @@ def load_from_arguments(arguments: argparse.Namespace) -> TokenData:
         max_tokens=arguments.max_tokens,
         text_column=arguments.text_column,
         streaming=arguments.streaming,
+        report=report,
     )

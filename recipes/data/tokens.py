@@ -175,6 +175,7 @@ def write_tokens(
     tokenizer: Tokenizer | None,
     vocab_size: int | None,
     max_tokens: int | None,
+    report: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Tokenize a source into `train.bin` and `validation.bin`.
 
@@ -185,6 +186,7 @@ def write_tokens(
         tokenizer: A tokenizer, or None for plain bytes or for a BPE to be trained.
         vocab_size: Size of the BPE to train on the training part; None to train none.
         max_tokens: The most tokens to write of each part.
+        report: Called with what is about to be done.
 
     Returns:
         What there is to remember: the size of the vocabulary and the dtype of the files.
@@ -199,6 +201,8 @@ def write_tokens(
     with Progress(*columns, TimeRemainingColumn(), **where) as progress:
 
         def watched(what: str, total: int | None) -> Iterator[Document]:
+            if report is not None:
+                report(f"{name}: {what}")
             task = progress.add_task(f"{name}: {what}", total=total)
             for document in source.documents():
                 yield document

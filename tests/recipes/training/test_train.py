@@ -467,6 +467,11 @@ def test_the_script_on_text(tmp_path, cache):
     assert "tokens/s" in done.stdout
     assert done.stderr == ""
     lines = done.stdout.splitlines()
+    assert lines[:2] == [f"Reading {text}", f"{text}: tokenizing"]
+    assert lines[3] == "Building the model and the optimizer"
+    assert lines[4].endswith("tokens to train on")
+    assert lines[5] == "Taking step 1 of 20"
+    assert lines[6].startswith("step 1/20  loss")
     assert re.search(r"step 20/20 .* held out \d\.\d+$", lines[-2])
     assert lines[-1] == f"The model is in {tmp_path / 'run' / 'model'}."
     assert re.search(
