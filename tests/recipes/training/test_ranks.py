@@ -235,19 +235,18 @@ def test_killed_on_one_rank(folder):
     ]
 
 
-def test_block_learning_rates_depend_a_little_on_the_processes(folder, tmp_path):
-    """Each measures its half of a batch, and the two are averaged: about that of the whole."""
+def test_block_learning_rates_do_not_depend_on_the_number_of_processes(folder, tmp_path):
+    """Each measures its half of a batch, and together they have the curvature of the whole."""
     one, two = (run(many_steps(tmp_path, folder / "cache")), folder / "not-killed" / "log.jsonl")
     losses = [list(losses_of(log).values()) for log in (one, two)]
-    assert losses[1][:2] == pytest.approx(losses[0][:2], abs=1e-5)  # before scales act
-    assert losses[1] == pytest.approx(losses[0], abs=0.15)  # 0.075 was measured
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
     scales = [
         [line["scales"] for line in read_log(log) if line["kind"] == "scales"] for log in (one, two)
     ]
     assert min(map(len, scales)) > 15  # of 20: now and then no curvature is positive
-    for a, b in ((scales[0][0], scales[1][0]), (scales[0][-1], scales[1][-1])):
-        assert b == pytest.approx(a, rel=0.25)  # 0.14 was measured
-        assert max(a.values()) > 1.5
+    for a, b in zip(*scales, strict=True):
+        assert b == pytest.approx(a, rel=1e-3)
+    assert max(scales[0][-1].values()) > 1.04
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
