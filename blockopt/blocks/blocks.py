@@ -16,6 +16,7 @@ ROW_ROLES = ("embedding", "position", "head", "mlp_in", "mlp_gate", "mlp_out", "
 MATRIX_ROLES = frozenset(
     {"query", "key", "value", "output", "gate", "mlp_in", "mlp_gate", "mlp_out"}
 )
+TABLE_ROLES = frozenset({"embedding", "head"})
 
 
 class Blocks(NamedTuple):
@@ -88,6 +89,20 @@ class Blocks(NamedTuple):
         stack = 1 if self.split is None else self.split.stack
         rows = shape[1] if stack > 1 else shape[0]
         return stack, rows, torch.Size(shape).numel() // max(1, stack * rows)
+
+    def is_table(self, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of `shape` is an embedding or a head with a block per row.
+
+        It has enough rows to tell how its columns vary together.
+
+        Example:
+            >>> Blocks(("embedding",), split=Split(0, (100,), (100,))).is_table((100, 16))
+            True
+            >>> Blocks(("embedding",), split=Split(0, (8,), (8,))).is_table((8, 16))
+            False
+        """
+        by_row = len(shape) == 2 and shape[0] == self.num_blocks and shape[0] >= shape[1]
+        return by_row and set(self.roles) <= TABLE_ROLES
 
 
 def to_plain(blocks: Blocks) -> tuple[Any, ...]:

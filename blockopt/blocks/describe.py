@@ -20,7 +20,7 @@ def describe(
 
     `scale of a` says what one scale of `BlockLR(by="head")` applies to: a head, a row (one token or
     neuron), a whole tensor, or several of these. `BlockMuon` says which update the role gets there:
-    Muon, AdamW, or both if it has matrices and vectors.
+    Muon, AdamW, whitened steps for embeddings and heads, or several of these.
 
     Args:
         model: Any module; one on the `meta` device will do.
@@ -46,6 +46,7 @@ def describe(
     for name, entry in blocks.items():
         numel = block_numel(shapes[name], entry.split).tolist()
         muon = entry.hidden_matrices(shapes[name]) is not None
+        update = "Muon" if muon else "whitened" if entry.is_table(shapes[name]) else "AdamW"
         for role in dict.fromkeys(entry.roles):
             key = (role, -1 if entry.layer is None or not by_layer else entry.layer)
             row = found.setdefault(key, _Row([], [], set(), set(), set()))
@@ -54,14 +55,14 @@ def describe(
             row.entries.append(sum(sizes))
             row.layers.add(entry.layer)
             row.units.add(_unit(entry, role))
-            row.updates.add("Muon" if muon else "AdamW")
+            row.updates.add(update)
     total = sum(sum(row.entries) for row in found.values())
     rows = [("role", "layer", "blocks", "parameters", "share", "scale of a", "BlockMuon")]
     for key in sorted(found, key=lambda key: (key[1], ROLES.index(key[0]))):
         row = found[key]
         held = sum(row.entries)
         counts = (f"{sum(row.blocks):,}", f"{held:,}", f"{held / total:.1%}")
-        update = "both" if len(row.updates) > 1 else next(iter(row.updates))
+        update = "several" if len(row.updates) > 1 else next(iter(row.updates))
         units = "/".join(sorted(row.units))
         rows.append((key[0], _layer_range(row.layers), *counts, units, update))
     number = sum(sum(row.blocks) for row in found.values())

@@ -21,7 +21,7 @@ from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread
 from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
 from blockopt.optim.fused import by_dtype, fused_kernel_serves
 from blockopt.optim.scale_runs import by_scale
-from blockopt.optim.whitened_table import is_table, table_update
+from blockopt.optim.whitened_table import table_update
 
 SMALLEST_DIVISOR = 1e-3  # below, decay is done apart, lest weight_decay / scale overflow
 
@@ -30,7 +30,7 @@ Columns = Sequence[list[Tensor]]
 
 def is_whitened(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> bool:
     """Whether a parameter takes the step of a table."""
-    return group["second_moment"] == "whitened" and is_table(parameter, blocks)
+    return group["second_moment"] == "whitened" and blocks.is_table(tuple(parameter.shape))
 
 
 def adamw_magnitudes(work: Work) -> list[list[Tensor]]:

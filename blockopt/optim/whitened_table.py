@@ -22,27 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks
 from blockopt.distributed import Reduced, full, local, local_part, sums_over_ranks
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry, decay
 from blockopt.optim.finite_gradients import keep_if, put_back
 
-TABLE_ROLES = frozenset({"embedding", "head"})
 DAMPING = 0.1  # of the mean second moment; without it, directions of pure noise get full steps
 FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ + c σ⁵
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
 CHUNK = 1 << 22  # entries that are whitened at once, to bound the memory
-
-
-def is_table(parameter: Tensor, blocks: Blocks) -> bool:
-    """Whether a parameter has a block per row, and rows enough to tell how its columns vary."""
-    return (
-        parameter.ndim == 2
-        and set(blocks.roles) <= TABLE_ROLES
-        and parameter.shape[0] == blocks.num_blocks
-        and parameter.shape[0] >= parameter.shape[1]
-    )
 
 
 def new_table_state(parameter: Tensor) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 
 import blockopt
 from blockopt.optim import whitened_table
-from blockopt.optim.whitened_table import is_table, whitening
+from blockopt.optim.whitened_table import whitening
 from tests.helpers.optimizers import random_gradients, set_gradients, tiny_gpt
 
 ROWS, COLUMNS, DAMPING = 12, 5, 0.1
@@ -141,10 +141,11 @@ def test_bfloat16_keeps_its_statistics_in_float32():
 def test_what_is_a_table():
     model = tiny_gpt()
     blocks = blockopt.find_blocks(model)
-    tables = [n for n, p in model.named_parameters() if is_table(p, blocks[n])]
+    tables = [n for n, p in model.named_parameters() if blocks[n].is_table(tuple(p.shape))]
     assert tables == ["wte.weight"]
     narrow = Table(rows=COLUMNS - 1)  # too few rows to tell how the columns vary
-    assert not is_table(narrow.embedding.weight, blockopt.find_blocks(narrow)["embedding.weight"])
+    few = blockopt.find_blocks(narrow)["embedding.weight"]
+    assert not few.is_table(tuple(narrow.embedding.weight.shape))
 
 
 def test_state_is_half_of_adamw_for_a_long_table():
