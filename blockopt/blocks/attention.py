@@ -16,17 +16,16 @@ from blockopt.blocks.attention_heads import Heads, read_heads
 from blockopt.blocks.attention_kinds import (
     deformable,
     one_query,
-    query_key_value_gate,
     stored_by_head,
     torch_attention,
 )
+from blockopt.blocks.fused_maps import fused_layout, is_of_known_order, thirds
 from blockopt.blocks.known_modules import (
     ATTENTION_ROLES,
     ATTENTION_WORDS,
     FUSED_NAMES,
     GATE_WORDS,
     GATED_QUERY_TYPES,
-    GROUPED_TYPES,
     OUTPUT_WORDS,
     POSITION_WORDS,
     UNKNOWN_ORDER_NAMES,
@@ -73,21 +72,29 @@ def attention_layouts(
         maps = _attention_maps(module)
         named = attention_letters(module, maps)
         layouts = stored_by_head(module)
-        if named and not layouts:
-            layouts = _Reader(module, ancestors, maps, named).layouts()
+        if named:
+            layouts |= _Reader(module, ancestors, maps, named).layouts()
         elif not layouts:
             layouts = deformable(module, maps, ancestors)
     return layouts if per_head else without_heads(layouts)
 
 
 def _attention_maps(module: nn.Module) -> dict[str, Linear]:
-    """The direct maps, and those of children that name them and also hold norms or convolutions."""
+    """The direct maps, and those of children that name them and also hold norms, gates and such."""
     maps = direct_maps(module)
     for name, child in module.named_children():
-        if name not in maps and any(word in ATTENTION_WORDS for word in words(name)):
+        said = set(words(name))
+        if name in maps:
+            continue
+        if ATTENTION_WORDS.keys() & said:
             inside = [m for c in child.modules() if (m := read_linear(c)) is not None]
             if len({id(m.weight) for m in inside}) == 1:
                 maps[name] = inside[0]
+        elif (OUTPUT_WORDS - {"final", "linear"}) & said:
+            if (linear := only_map(child)) is not None:
+                maps[name] = linear
+            elif len(inner := direct_maps(child)) > 1 and "gated" in type_words(child):
+                maps |= {f"{name}.{n}": linear for n, linear in inner.items()}
     return maps
 
 
@@ -97,7 +104,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def attention_letters(module: nn.Module, maps: dict[str, Linear]) -> dict[str, str]:
-    """What each map of an attention module makes, as letters of `qkvz`; empty if it is none.
+    """What each map of an attention module makes, as letters of `qkv`; empty if it is none.
 
     Example:
         >>> module = nn.ModuleDict({n: nn.Linear(4, 4) for n in ("to_q", "to_kv", "out")})
@@ -115,7 +122,8 @@ def attention_letters(module: nn.Module, maps: dict[str, Linear]) -> dict[str, s
             named[fused] = "qkv"
         made = set("".join(named.values()))
     shares_keys = "q" in made and is_called_attention(module)  # keys and values of another layer
-    lacks_queries = "q" not in made and not is_called_attention(module)
+    # Learned queries, as in attention pooling, need no map.
+    lacks_queries = "q" not in made and not _ATTENTION & type_words(module)
     too_few = len(made & set("qkv")) < 2 and not shares_keys
     if too_few or lacks_queries or _is_feed_forward(maps, named):
         return {}
@@ -135,7 +143,7 @@ def _is_feed_forward(maps: dict[str, Linear], named: dict[str, str]) -> bool:
 
 def joint_role(letters: str) -> str:
     """The role of a map that feeds several: the one nearest to the output."""
-    return next(ATTENTION_ROLES[letter] for letter in "vkqz" if letter in letters)
+    return next(ATTENTION_ROLES[letter] for letter in "vkq" if letter in letters)
 
 
 def chains(maps: dict[str, Linear], named: dict[str, str]) -> dict[str, str]:
@@ -174,18 +182,37 @@ class _Reader(NamedTuple):
         for second, first in chained.items():
             found |= _first_factor(self.maps[first], self.maps[second], named[second])
         if output is not None:
-            number = heads.number or 0
-            found |= (
-                input_cut(output, "output", number)
-                if number
-                else self._unknown(output, "output", heads)
-            )
+            found |= self._cut_output(output, output_name, heads)
+        for linear in self._other_outputs(output):
+            found |= input_cut(linear, "output", heads.number or 1)
         rest = {
             name: linear
             for name, linear in self.maps.items()
             if name not in self.named and name != output_name
         }
         return self._rest(rest, heads, query) | found
+
+    def _cut_output(self, output: Linear, name: str | None, heads: Heads) -> Layouts:
+        holder = self.module._modules.get(name or "")
+        if holder is not None and "grouped" in type_words(holder):
+            return whole_layouts(output, "output")  # the heads of all groups share its columns
+        if not heads.number:
+            return self._unknown(output, "output", heads)
+        return input_cut(output, "output", heads.number)
+
+    def _other_outputs(self, output: Linear | None) -> list[Linear]:
+        """Beside the module, outputs of a second stream, with its words: LiLT's `layout_output`."""
+        if output is None or not self.ancestors:
+            return []
+        streams = [{*words(n)} - ATTENTION_WORDS.keys() for n, s in self.named.items() if s == "q"]
+        beside = {n: only_map(child) for n, child in self.ancestors[0].named_children()}
+        return [
+            linear
+            for name, linear in beside.items()
+            if linear is not None
+            and linear.weight is not output.weight
+            and any(stream and {*words(name)} == {*stream, "output"} for stream in streams)
+        ]
 
     def _has_one_head(self, output: Linear | None) -> bool:
         """Whether attention that declares no heads is of a kind that has none.
@@ -206,8 +233,7 @@ class _Reader(NamedTuple):
         fits = {
             name: linear
             for name, linear in rest.items()
-            if not (GATE_WORDS - {"a", "b"}) & set(words(name))
-            and not POSITION_WORDS & set(words(name))
+            if not {*(GATE_WORDS - {"a", "b"}), *POSITION_WORDS, "conv"} & set(words(name))
         }
         ranked = sorted(fits, key=lambda name: self._output_rank(name, fits[name], width))
         chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or len(fits) == 1]
@@ -259,31 +285,39 @@ class _Reader(NamedTuple):
         if heads.number is None:
             return self._unknown(linear, joint_role(letters), heads)
         if letters in ("q", "k", "v"):
-            return self._separate(linear, letters, heads, output)
+            return self._separate(name, letters, heads, output)
         if letters == "kv" and second_factor:
             return self._by_head(linear, "kv", heads, output)
         if letters in ("kv", "qk"):
             return self._pair(linear, letters, heads)
-        if name in UNKNOWN_ORDER_NAMES and not self._is_known():
+        if name in UNKNOWN_ORDER_NAMES and not is_of_known_order(self.module):
             reason = (
                 f"{type(self.module).__name__} fuses query, key and value, and may store them one "
                 "after another or interleaved by head"
             )
-            fused = fused_layout(linear, heads, output, grouped=False)
-            layout = fused or Layout(("query", "key", "value"), _thirds(linear))
+            fused = fused_layout(self.module, linear, heads, output)
+            layout = fused or Layout(("query", "key", "value"), thirds(linear))
             return ambiguous(linear, reason, layout)
-        return self._fused(linear, letters, heads, output)
-
-    def _is_known(self) -> bool:
-        return is_named(self.module, *GROUPED_TYPES, "FalconAttention")
+        return self._fused(linear, heads, output)
 
     def _unknown(self, linear: Linear, role: str, heads: Heads) -> Layouts:
         reason = heads.problem or f"{type(self.module).__name__} does not say how many heads it has"
         return ambiguous(linear, reason, Layout((role,)))
 
-    def _separate(
-        self, linear: Linear, letters: str, heads: Heads, output: Linear | None
-    ) -> Layouts:
+    def _own_heads(self, name: str, heads: Heads) -> Heads:
+        """The heads of the query that a key or value belongs to, and the number of its keys."""
+        alike = {n: len({*words(n)} & {*words(name)}) for n, s in self.named.items() if s == "q"}
+        query = max(alike, key=alike.__getitem__, default=None)
+        number = heads.number or 1
+        if query is not None and len({self.maps[n].out_size for n in alike}) > 1:
+            heads = heads._replace(size=self.maps[query].out_size // number)
+        keys = [self.maps[n] for n, s in self.named.items() if s == "k"]
+        if len(keys) == 1 and heads.size and keys[0].out_size % heads.size == 0:
+            heads = heads._replace(key_value_number=keys[0].out_size // heads.size)
+        return heads
+
+    def _separate(self, name: str, letters: str, heads: Heads, output: Linear | None) -> Layouts:
+        linear = self.maps[name]
         role, number = ATTENTION_ROLES[letters], heads.number or 1
         if letters == "q":
             gated = output is not None and linear.out_size == 2 * output.in_size
@@ -299,7 +333,7 @@ class _Reader(NamedTuple):
                 )
                 return ambiguous(linear, reason, Layout(("query", "gate"), split))
             return heads_cut(linear, role, number)
-        fitting = heads.of_keys(linear, value=letters == "v")
+        fitting = self._own_heads(name, heads).of_keys(linear, value=letters == "v")
         if fitting is None:
             reason = (
                 f"{linear.out_size} {role}s of {type(self.module).__name__} cannot be cut into "
@@ -323,42 +357,31 @@ class _Reader(NamedTuple):
     def _pair(self, linear: Linear, letters: str, heads: Heads) -> Layouts:
         roles = tuple(ATTENTION_ROLES[letter] for letter in letters)
         half = linear.out_size // 2
+        key, value = (getattr(self.module, n, None) for n in ("key_dim", "val_dim"))
+        if letters == "kv" and isinstance(key, int) and isinstance(value, int):  # LeViT: by head
+            by_head = Split(0, (key, value), (1, 1), repeat=heads.number or 1)
+            if by_head.length == linear.out_size:
+                return output_cut(linear, roles, by_head)
         number = heads.of_half(half, is_query=letters == "qk")
         if linear.out_size % 2 or number is None:  # one map that serves as both
             shared = heads.of_half(linear.out_size, is_query=letters == "qk")
             return heads_cut(linear, roles[0], shared or 1)
         return output_cut(linear, roles, Split(0, (half, half), (number, number)))
 
-    def _fused(self, linear: Linear, letters: str, heads: Heads, output: Linear | None) -> Layouts:
-        module = self.module
-        if letters == "qkvz":
-            return query_key_value_gate(module, linear)
-        grouped = is_named(module, *GROUPED_TYPES) or getattr(module, "head_first", None) is True
-        if is_named(module, "FalconAttention"):  # multi-query without groups stores them in a row
-            grouped = bool(getattr(module, "new_decoder_architecture", False)) or not getattr(
-                module, "multi_query", False
-            )
-        if is_named(module, "GPTBigCodeAttention"):
-            grouped = getattr(module, "multi_query", None) is False
-        if is_named(module, "CodeGenAttention"):  # four slices for four devices: query, value, key
-            size, number = linear.out_size // 12, (heads.number or 4) // 4
-            return output_cut(
-                linear, ("query", "value", "key"), Split(0, (size,) * 3, (number,) * 3, repeat=4)
-            )
-        layout = fused_layout(linear, heads, output, grouped)
-        if layout is None:
-            reason = (
-                f"{linear.out_size} outputs are not the queries, keys and values of {heads.number} "
-                f"heads of {heads.size} that {type(module).__name__} declares"
-            )
-            return ambiguous(
-                linear,
-                reason,
-                Layout(("query", "key", "value"), _thirds(linear))
-                if linear.out_size % 3 == 0
-                else Layout(("value",)),
-            )
-        return output_cut(linear, layout.roles, layout.split or _thirds(linear))
+    def _fused(self, linear: Linear, heads: Heads, output: Linear | None) -> Layouts:
+        layout = fused_layout(self.module, linear, heads, output)
+        if layout is not None:
+            return output_cut(linear, layout.roles, layout.split or thirds(linear))
+        reason = (
+            f"{linear.out_size} outputs are not the queries, keys and values of {heads.number} "
+            f"heads of {heads.size} that {type(self.module).__name__} declares"
+        )
+        even = linear.out_size % 3 == 0
+        return ambiguous(
+            linear,
+            reason,
+            Layout(("query", "key", "value"), thirds(linear)) if even else Layout(("value",)),
+        )
 
     def _rest(self, rest: dict[str, Linear], heads: Heads, query: Linear | None) -> Layouts:
         """Gates, maps of positions, factors of the output, and what cannot be told."""
@@ -388,10 +411,6 @@ class _Reader(NamedTuple):
         return found
 
 
-def _thirds(linear: Linear) -> Split:
-    return Split(linear.out_dim, (linear.out_size // 3,) * 3, (1, 1, 1))
-
-
 def _first_factor(first: Linear, second: Linear, letters: str) -> Layouts:
     """The map into the low-rank space, which all heads share.
 
@@ -402,33 +421,3 @@ def _first_factor(first: Linear, second: Linear, letters: str) -> Layouts:
     if extra > 0 and "k" in letters:
         return output_cut(first, (role, "key"), Split(0, (second.in_size, extra), (1, 1)))
     return whole_layouts(first, role)
-
-
-def fused_layout(
-    linear: Linear, heads: Heads, output: Linear | None, grouped: bool
-) -> Layout | None:
-    """Query, key and value in one map, one after another or by groups that share a key."""
-    roles, number = ("query", "key", "value"), heads.number or 1
-    if output is not None:
-        query_size = output.in_size
-    else:
-        query_size = number * heads.size if heads.size else linear.out_size // 3
-    size = query_size // number
-    if heads.declared_size and heads.declared_size != size:
-        return None
-    groups, rest = divmod(linear.out_size - query_size, 2 * max(1, size))
-    declared = heads.key_value_number or groups
-    if (
-        query_size != number * size
-        or rest
-        or groups < 1
-        or number % groups
-        or (declared != groups and not grouped and heads.key_value_declared_here)
-    ):
-        return None
-    if grouped:
-        queries = number // groups
-        sizes, parts = (queries * size, size, size), (queries, 1, 1)
-        return Layout(roles, Split(0, sizes, parts, repeat=groups))
-    sizes = (query_size, groups * size, groups * size)
-    return Layout(roles, Split(0, sizes, (number, groups, groups)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from blockopt.blocks.attention_heads import read_heads
-from blockopt.blocks.layouts import Layout, Layouts, ambiguous, heads_cut, input_cut, output_cut
+from blockopt.blocks.layouts import Layout, Layouts, heads_cut, input_cut, output_cut
 from blockopt.blocks.linear_maps import Linear, direct_maps, words
 from blockopt.blocks.split import Split
 
@@ -16,25 +16,6 @@ def one_query(linear: Linear, letters: str, output: Linear | None) -> Layouts | 
     if letters == "qkv" and linear.out_size == 1 + 2 * width:
         return output_cut(linear, ("query", "key", "value"), Split(0, (1, width, width), (1, 1, 1)))
     return None
-
-
-def query_key_value_gate(module: nn.Module, linear: Linear) -> Layouts:
-    """Qwen3-Next's linear attention: for each key head its query, key, values and gates."""
-    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    sizes = [getattr(module, name, None) for name in names]
-    if all(isinstance(size, int) for size in sizes):
-        keys, values, key_size, value_size = sizes
-        ratio = values // keys  # type: ignore[operator]
-        split = Split(
-            0,
-            (key_size, key_size, ratio * value_size, ratio * value_size),  # type: ignore[arg-type, operator]
-            (1, 1, ratio, ratio),
-            repeat=keys,  # type: ignore[arg-type]
-        )
-        if split.length == linear.out_size:
-            return output_cut(linear, ("query", "key", "value", "gate"), split)
-    reason = f"{type(module).__name__} does not say how queries, keys, values and gates are stored"
-    return ambiguous(linear, reason, Layout(("value",)))
 
 
 def torch_attention(module: nn.MultiheadAttention) -> Layouts:
@@ -60,8 +41,9 @@ def stored_by_head(module: nn.Module) -> Layouts:
     """XLNet: parameters of shape (width, heads, size of a head), without modules for them."""
     named = {"q": "query", "k": "key", "v": "value", "o": "output", "r": "key"}
     held = {n: p for n, p in module.named_parameters(recurse=False) if n in named and p.ndim == 3}
-    if not {"q", "k", "v"} <= held.keys():
-        return {}
+    if not {"q", "k", "v"} <= held.keys():  # Funnel has maps, and a table for positions
+        held = {n: p for n, p in module._parameters.items() if n == "r_kernel" and p is not None}
+        named = {"r_kernel": "key"}
     return {p: Layout((named[n],), Split(1, (p.shape[1],), (p.shape[1],))) for n, p in held.items()}
 
 

@@ -57,7 +57,7 @@ def free_parameter_layouts(module: nn.Module) -> Layouts:
             found[parameter] = Layout(("position",))
         elif "bias" in said:
             found[parameter] = Layout(("bias",))
-        elif TOKEN_WORDS & said and parameter.ndim > 1:
+        elif TOKEN_WORDS & said and (parameter.ndim > 1 or {"embedding", "embed", "token"} & said):
             found[parameter] = Layout(("embedding",))
         elif is_vector(parameter) and {"scale", "gamma", "lambda", "ls", "gain"} & said:
             found[parameter] = Layout(("norm",))
@@ -94,9 +94,10 @@ def head_layouts(module: nn.Module, path: str, is_head: bool, per_row: Collectio
         return {}
     if attribute in HEAD_NAMES and not is_head and read_linear(module) is None:
         return {}
-    maps = [m for inner in module.modules() if (m := read_linear(inner)) is not None]
+    maps = {n: m for n, inner in module.named_modules() if (m := read_linear(inner)) is not None}
     if maps:
-        return rows_layouts(maps[-1], ("head",), per_row)
+        named_last = [n for n in maps if {"out", "output"} & set(words(n.rpartition(".")[2]))]
+        return rows_layouts(maps[(named_last or list(maps))[-1]], ("head",), per_row)
     weight = stored_weight(module)  # several heads stacked in one parameter
     return {weight: Layout(("head",))} if weight is not None and weight.ndim == 3 else {}
 
@@ -108,7 +109,10 @@ def input_layouts(
     linear = read_linear(module) if stored_weight(module) is not None else None
     if linear is None or any(part.isdecimal() for part in path.split(".")):
         return {}
+    said = set(words(path.rpartition(".")[2]))
+    if "bias" in said and (POSITION_WORDS - {"r", "time"}) & said:  # a table of one-hot distances
+        return rows_layouts(linear, ("position",), per_row)
     around = type_words(parent) if parent is not None else frozenset()
-    named = EMBEDDING_WORDS & (set(words(path.rpartition(".")[2])) | around)
+    named = EMBEDDING_WORDS & (said | around)
     features = {"feature", "subsampling"} & around
     return rows_layouts(linear, ("embedding",), per_row) if named or features else {}

@@ -146,7 +146,8 @@ def router_layouts(
             "router" in type_words(module) | said
         ):
             return rows_layouts(linear, ("router",), per_row)
-    if {"router", "gating"} & type_words(module):
+    kind = type_words(module)
+    if "router" in kind or ("gating" in kind and experts is not None):
         found: Layouts = {}
         for inner in direct_maps(module).values():
             found |= rows_layouts(inner, ("router",), per_row)

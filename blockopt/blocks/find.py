@@ -236,14 +236,18 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
         passes[1] |= recurrent_layouts(module, per_head)
         passes[2] |= attention_layouts(module, around, per_head)
         passes[3] |= expert_layouts(module, per_row)
-        experts = next((n for a in around[:2] if (n := num_experts(a)) is not None), None)
-        passes[4] |= router_layouts(module, attribute, experts, per_row)
+        passes[4] |= router_layouts(module, attribute, _experts_beside(name, around), per_row)
+    heads = _declared_heads(model)
+    for name, module in modules.items():
+        if any(module is head for head in heads):
+            passes.append(head_layouts(module, paths[name], True, per_row))
     found = _first_of(passes)
     mlps: Layouts = {}
     for name, module in modules.items():
         if not any(wrapper in module._modules for wrapper in WRAPPERS):
-            mlps |= mlp_layouts(module, paths[name], found.keys(), per_row)
-    found = _first_of([found, mlps, _ends(model, modules, paths, ancestors, per_row)])
+            inside = mlp_layouts(module, paths[name], found.keys(), per_row)
+            mlps = inside | mlps  # of a module and one within it, the outer one is right
+    found = _first_of([found, mlps, _ends(modules, paths, ancestors, per_row)])
     config = peft_config(model)
     adapters: Layouts = {}
     for module in modules.values():
@@ -271,24 +275,33 @@ def _is_store(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleDict) and not len(module)
 
 
+def _experts_beside(name: str, around: tuple[nn.Module, ...]) -> int | None:
+    """How many experts stand beside a module, or beside the router or gate that holds it."""
+    holder = set(words(name.rpartition(".")[0].rpartition(".")[2]))
+    depth = 2 if {"gate", "router", "gating"} & holder else 1
+    return next((n for a in around[:depth] if (n := num_experts(a)) is not None), None)
+
+
+def _declared_heads(model: nn.Module) -> list[nn.Module]:
+    """What a model itself says is its head."""
+    getters = ("get_output_embeddings", "get_classifier")
+    heads = [getattr(model, getter, lambda: None)() for getter in getters]
+    return [head for head in heads if isinstance(head, nn.Module)]
+
+
 def _ends(
-    model: nn.Module,
     modules: dict[str, nn.Module],
     paths: dict[str, str],
     ancestors: dict[str, tuple[nn.Module, ...]],
     per_row: Collection[str],
 ) -> Layouts:
     """What stands around the layers."""
-    getters = ("get_output_embeddings", "get_classifier")
-    heads = [getattr(model, getter, lambda: None)() for getter in getters]
-    heads = [head for head in heads if isinstance(head, nn.Module)]
     found: Layouts = {}
     norms: Layouts = {}
     inputs: Layouts = {}
     for name, module in modules.items():
-        is_head = any(module is head for head in heads)
         parent = ancestors[name][0] if ancestors[name] else None
-        found |= head_layouts(module, paths[name], is_head, per_row)
+        found |= head_layouts(module, paths[name], False, per_row)
         inputs |= input_layouts(module, paths[name], parent, per_row)
         norms |= free_parameter_layouts(module) | norm_layouts(module)
     return inputs | norms | found

@@ -11,9 +11,8 @@ ATTENTION_WORDS = {
     **dict.fromkeys(("kv", "wkv"), "kv"),
     "qk": "qk",
     **dict.fromkeys(("qkv", "wqkv"), "qkv"),
-    "qkvz": "qkvz",
 }
-ATTENTION_ROLES = {"q": "query", "k": "key", "v": "value", "z": "gate"}
+ATTENTION_ROLES = {"q": "query", "k": "key", "v": "value"}
 # Names of a fused query, key and value that have no such word.
 FUSED_NAMES = ("c_attn", "att_proj", "attn_proj", "in_proj")
 OUTPUT_WORDS = {
@@ -83,6 +82,7 @@ GATE_AND_INPUT = (
 )
 # One map for both: the order of its halves, by type first, then by name.
 GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")
+GATE_FIRST_TYPES = ("MoshiGatingMLP", "KyutaiSpeechToTextGatingMLP")
 INPUT_FIRST_TYPES = ("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP")
 GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g"}
 OUT_WORDS_OF_MLP = {"down", "out", "output", "wo", "o"}

@@ -167,10 +167,17 @@ def only_map(module: nn.Module) -> Linear | None:
 
 
 def outer_maps(module: nn.Module) -> dict[str, Linear]:
-    """The direct maps of a module, and those of its children that hold a single one."""
-    found = {
-        name: only_map(child)
-        for name, child in module.named_children()
-        if not isinstance(child, nn.Embedding)
-    }
-    return {name: linear for name, linear in found.items() if linear is not None}
+    """The direct maps of a module, and those of its children that hold one, or gate and input."""
+    found: dict[str, Linear] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.Embedding):
+            continue
+        if (linear := only_map(child)) is not None:
+            found[name] = linear
+        elif {"output", "intermediate"} & set(words(name)):
+            own = direct_maps(child)  # beside adapters or a bottleneck
+            if len(own) == 1:
+                found[name] = next(iter(own.values()))
+        elif "gated" in type_words(child):
+            found |= {f"{name}.{inner}": linear for inner, linear in direct_maps(child).items()}
+    return found

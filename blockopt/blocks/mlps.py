@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from blockopt.blocks.known_modules import (
     GATE_AND_INPUT,
     GATE_FIRST_NAMES,
+    GATE_FIRST_TYPES,
     GATE_WORDS_OF_MLP,
+    HEAD_WORDS,
     INPUT_FIRST_TYPES,
     MLP_TYPE_WORDS,
     OUT_WORDS_OF_MLP,
@@ -64,6 +66,7 @@ def mlp_layouts(
         or _one_gate(module, maps, called_so)
         or _fused_gate(module, maps, called_so)
         or _plain(maps, called_so, in_a_layer)
+        or _several(maps, called_so, is_head=bool(HEAD_WORDS & set(words(parts[-1]))))
     )
     found: Layouts = {}
     for name, role in roles.items():
@@ -108,9 +111,10 @@ def _one_gate(module: nn.Module, maps: dict[str, Linear], called_so: bool) -> Ro
         if (square and not OUT_WORDS_OF_MLP & set(words(out))) or len(back) > 1:
             continue  # all square, or several MLPs side by side
         gates = [n for n in into if n in gates]
-        pairs = [pair for pair in GATE_AND_INPUT if set(pair) == set(into)]
+        called = {name.rpartition(".")[2]: name for name in into}
+        pairs = [pair for pair in GATE_AND_INPUT if set(pair) == called.keys()]
         if pairs:
-            gates = [pairs[0][0]]
+            gates = [called[pairs[0][0]]]
         if len(gates) == 1:
             other = next(n for n in into if n != gates[0])
             return {gates[0]: ("mlp_gate",), other: ("mlp_in",), out: ("mlp_out",)}
@@ -163,7 +167,7 @@ def _order_of_halves(module: nn.Module, name: str) -> tuple[str, ...] | None:
     gate_last = getattr(module, "gate_last", None)  # timm's GluMlp
     if is_named(module, *INPUT_FIRST_TYPES) or gate_last is True:
         return ("mlp_in", "mlp_gate")
-    if name in GATE_FIRST_NAMES or gate_last is False:
+    if name in GATE_FIRST_NAMES or is_named(module, *GATE_FIRST_TYPES) or gate_last is False:
         return ("mlp_gate", "mlp_in")
     # Torch's gated linear unit takes the second half as the gate. So do the units that are modules
     # of their own, and the convolutions of a Conformer.
@@ -172,6 +176,22 @@ def _order_of_halves(module: nn.Module, name: str) -> tuple[str, ...] | None:
     if units or any(isinstance(child, nn.GLU) for child in module.modules()):
         return ("mlp_in", "mlp_gate")
     return ("mlp_in", "mlp_gate") if {"conv", "convolution"} & type_words(module) else None
+
+
+def _several(maps: dict[str, Linear], called_so: bool, is_head: bool) -> Roles:
+    """Maps between hidden units and one out, as SAM's prediction heads have them.
+
+    The last map of a head is the head itself.
+    """
+    last = next((n for n in maps if OUT_WORDS_OF_MLP & set(words(n))), None)
+    if not called_so or last is None or len(maps) < 3:
+        return {}
+    around = {"residual", "skip", "shortcut"}
+    hidden = [n for n in maps if n != last and not around & set(words(n))]
+    if any(maps[n].out_size != maps[last].in_size for n in hidden):
+        return {}
+    into: Roles = dict.fromkeys(hidden, ("mlp_in",))
+    return into if is_head else {**into, last: ("mlp_out",)}
 
 
 def _plain(maps: dict[str, Linear], called_so: bool, in_a_layer: bool) -> Roles:

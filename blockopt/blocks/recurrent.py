@@ -37,6 +37,8 @@ def recurrent_layouts(module: nn.Module, per_head: bool) -> Layouts:
         layouts |= whole_layouts(out, "output")
     elif out is not None and "in_proj_qkv" in maps:
         layouts |= _delta_net(module, maps, maps["in_proj_qkv"], out)
+    elif out is not None and "in_proj_qkvz" in maps:
+        layouts |= _delta_net_by_keys(module, maps, maps["in_proj_qkvz"], out)
     return layouts if per_head else without_heads(layouts)
 
 
@@ -121,10 +123,34 @@ def _delta_net(module: nn.Module, maps: dict[str, Linear], fused: Linear, out: L
     return layouts
 
 
+def _delta_net_by_keys(
+    module: nn.Module, maps: dict[str, Linear], fused: Linear, out: Linear
+) -> Layouts:
+    """Qwen3-Next: for each key head its query, key, values and gates; the other gates alike."""
+    names = ("num_k_heads", "num_v_heads", "head_k_dim")
+    keys, values, size = (getattr(module, name, None) for name in names)
+    if isinstance(keys, int) and isinstance(values, int) and isinstance(size, int):
+        ratio, wide = values // keys, out.in_size // keys
+        split = Split(0, (size, size, wide, wide), (1, 1, ratio, ratio), repeat=keys)
+        if split.length == fused.out_size:
+            layouts = output_cut(fused, ("query", "key", "value", "gate"), split)
+            layouts |= input_cut(out, "output", values)
+            for linear in maps.values():
+                if linear.out_size == 2 * values:
+                    pair = Split(0, (ratio, ratio), (ratio, ratio), repeat=keys)
+                    layouts |= output_cut(linear, ("gate", "gate"), pair)
+            return layouts
+    reason = f"{type(module).__name__} does not say how queries, keys, values and gates are stored"
+    return ambiguous(fused, reason, Layout(("value",)))
+
+
 def _stacked_gates(module: nn.Module) -> Layouts:
     """Gates of a recurrent layer as one square matrix per head, as RecurrentGemma has them."""
+    stacks = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 3}
+    if not all("gate" in words(name) for name in stacks):  # experts have other matrices too
+        return {}
     return {
         p: Layout(("gate",), Split(1, (p.shape[1],), (1,), stack=p.shape[0]))
-        for name, p in module.named_parameters(recurse=False)
-        if p.ndim == 3 and p.shape[1] == p.shape[2] > 1 < p.shape[0] and "gate" in words(name)
+        for p in stacks.values()
+        if p.shape[1] == p.shape[2] > 1 < p.shape[0]
     }

@@ -48,12 +48,11 @@ def build_transformers(kind: str) -> nn.Module | None:
     """Build a model of a type with two layers of each kind, or None if its default cannot be."""
     timm_vision_transformer()  # some configs import timm
     for small in (True, False):
-        with _silent(), contextlib.suppress(Exception):
+        with silent(), contextlib.suppress(Exception):
             config = CONFIG_MAPPING[kind]()
             if small:
-                _shrink(config)
-            autos = (getattr(transformers, name) for name in AUTO_CLASSES)
-            auto = next((a for a in autos if type(config) in a._model_mapping), None)
+                shrink_depth(config)
+            auto = auto_class(config)
             if auto is None:
                 return None
             with torch.device("meta"):
@@ -61,16 +60,22 @@ def build_transformers(kind: str) -> nn.Module | None:
     return None
 
 
+def auto_class(config: Any) -> Any:
+    """The first of the auto classes that builds a model of a config, or None."""
+    autos = (getattr(transformers, name) for name in AUTO_CLASSES)
+    return next((a for a in autos if type(config) in a._model_mapping), None)
+
+
 def build_timm(name: str) -> nn.Module:
     timm_vision_transformer()
     import timm
 
-    with _silent(), torch.device("meta"):
+    with silent(), torch.device("meta"):
         return timm.create_model(name, pretrained=False)
 
 
 @contextlib.contextmanager
-def _silent():
+def silent():
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
@@ -83,10 +88,11 @@ def _silent():
             logging.disable(logging.NOTSET)
 
 
-def _shrink(config: Any, depth: int = 0) -> None:
+def shrink_depth(config: Any, depth: int = 0) -> None:
+    """Leave two layers of each kind."""
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig) and depth < 4:
-            _shrink(value, depth + 1)
+            shrink_depth(value, depth + 1)
         elif name == "layer_types" and isinstance(value, list) and len(value) > 2:
             kinds = list(dict.fromkeys(value))
             number = max(2, len(kinds))
