@@ -17,7 +17,7 @@ from blockopt.blocks import Blocks
 from blockopt.distributed import local
 from blockopt.optim.block_squares import accumulation_dtype, block_mean_squares
 from blockopt.optim.chunks import Scratch, in_chunks
-from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread
+from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread, subtract_and_decay
 from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
 from blockopt.optim.fused import by_dtype, fused_kernel_serves
 from blockopt.optim.scale_runs import by_scale
@@ -124,16 +124,21 @@ def _fused_update(
 def _fused_entrywise_update(
     entries: Sequence[Entry], columns: Columns, group: dict[str, Any], found_inf: Tensor | None
 ) -> None:
-    """The kernel works on zeros, which come out as the step to be scaled entry by entry."""
+    """The kernel works on scratch, which becomes the step to be scaled entry by entry.
+
+    A decay of 1 makes zeros of what the last chunk left there. That needs finite numbers; where
+    they are not known to be, the scratch is cleared instead.
+    """
     scales = spread(entries, [entry.state["scale"] for entry in entries])
-    rates = [scale * group["lr"] for scale in scales]
+    rates = [scale * -group["lr"] for scale in scales]
+    finite = group["nonfinite"] != "ignore" and found_inf is None
     scratch = Scratch()
     for chunk in in_chunks(*columns, rates):
         for ps, gs, ms, vs, ts, rs in by_dtype(*chunk):
-            updates = scratch.zeros(ps)
-            _fused_adamw([updates, gs, ms, vs, ts], group, 1.0, 0.0, found_inf)
-            decay(ps, group, found_inf)
-            torch._foreach_addcmul_(ps, updates, rs)
+            updates = scratch.left_over(ps) if finite else scratch.zeros(ps)
+            _fused_adamw([updates, gs, ms, vs, ts], group, 1.0, float(finite), found_inf)
+            torch._foreach_mul_(updates, rs)
+            subtract_and_decay(ps, updates, group, found_inf)
 
 
 def _fused_adamw(

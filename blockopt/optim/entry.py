@@ -70,3 +70,29 @@ def decay(parameters: list[Tensor], group: dict[str, Any], found_inf: Tensor | N
     if found_inf is not None:
         amount = amount * share_kept(found_inf, parameters[0].dtype)
     torch._foreach_mul_(parameters, 1 - amount)
+
+
+def subtract_and_decay(
+    parameters: list[Tensor],
+    updates: list[Tensor],
+    group: dict[str, Any],
+    found_inf: Tensor | None = None,
+) -> None:
+    """`p ← (1 − lr · weight_decay) p − update`, on a CPU in one pass of torch's kernel for SGD."""
+    if parameters[0].device.type != "cpu":
+        decay(parameters, group, found_inf)
+        torch._foreach_sub_(parameters, updates)
+        return
+    torch._fused_sgd_(
+        parameters,
+        updates,
+        [],
+        weight_decay=float(group["lr"]) * group["weight_decay"],
+        momentum=0.0,
+        lr=1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=found_inf,
+    )

@@ -140,9 +140,7 @@ def apply_part(step: MatrixStep, update: Tensor) -> None:
 
 def apply(weights: Tensor, factor: Tensor, kept: float | Tensor, update: Tensor) -> None:
     """`w ← kept · w − factor · update`."""
-    weights.mul_(kept)
-    # Operations on two dtypes are slow on a CPU, conversions are not.
-    weights.addcmul_(update.reshape(weights.shape).to(weights.dtype), factor, value=-1)
+    weights.mul_(kept).addcmul_(update.reshape(weights.shape), factor, value=-1)
 
 
 def _wide_scale(entry: Entry) -> Tensor:

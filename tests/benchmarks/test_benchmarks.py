@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-SCRIPTS = ("step_time", "memory", "curvature_cost", "hessian_speed", "distributed")
+SCRIPTS = ("step_time", "memory", "curvature_cost", "hessian_speed", "distributed", "training_step")
 
 
 def start(monkeypatch, script, *arguments):
@@ -23,7 +23,12 @@ def start(monkeypatch, script, *arguments):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("script", "row"),
-    [*zip(SCRIPTS, ("BlockMuon", "BlockMuon", "hutchinson", "curvlinops", "70B, 1024"))],
+    [
+        *zip(
+            SCRIPTS,
+            ("BlockMuon", "BlockMuon", "hutchinson", "curvlinops", "70B, 1024", "BlockMuon"),
+        )
+    ],
 )
 def test_writes_table_json_and_chart(script, row, tmp_path, monkeypatch, capsys):
     output, plot = tmp_path / "out.json", tmp_path / "out.png"

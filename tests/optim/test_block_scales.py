@@ -90,3 +90,22 @@ def test_scales_beyond_float32_and_duplicate_names_are_refused():
     twice = blockopt.BlockAdamW(blockopt.param_groups(model) + blockopt.param_groups(tiny_gpt()))
     with pytest.raises(ValueError, match=r"two parameters are called 'wte\.weight'"):
         twice.block_scales()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_ignored_bad_gradient_with_scales_per_row_stays_in_its_entry(bad):
+    """Rows of their own scale share scratch memory, which must not carry it to the next ones."""
+    model, twin = tiny_gpt(), tiny_gpt()
+    for each in (model, twin):
+        optimizer = blockopt.BlockAdamW(blockopt.param_groups(each), nonfinite="ignore")
+        optimizer.set_block_scales(random_scales(optimizer, 0))
+        set_gradients(each, random_gradients(each, 0))
+        if each is model:
+            each.get_parameter("wte.weight").grad[0, 0] = bad
+        optimizer.step()
+    for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters()):
+        same = torch.ones_like(p, dtype=torch.bool)
+        if name == "wte.weight":
+            assert p[0, 0].isnan()
+            same[0, 0] = False
+        torch.testing.assert_close(p[same], q[same], msg=name)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from blockopt.optim import newton_schulz
+from blockopt.optim import newton_schulz, symmetric_products
 from blockopt.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from tests.helpers.reference_optimizers import newton_schulz as reference
 
@@ -44,6 +44,19 @@ def test_gram_iteration_equals_the_plain_one(shape, iterations, monkeypatch):
     if iterations == 4:
         slow = torch.stack([reference(matrix) for matrix in x])
         torch.testing.assert_close(ours, slow, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (20, 64), (64, 20)])
+def test_one_triangle_of_a_symmetric_product_is_enough(shape, monkeypatch):
+    """Strips of 7 rows, of which the last is shorter, against products of whole matrices."""
+    torch.manual_seed(0)
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    whole = orthogonalize(x.clone(), 4)
+    monkeypatch.setattr(symmetric_products, "STRIP", 7)
+    torch.testing.assert_close(orthogonalize(x.clone(), 4), whole, rtol=1e-11, atol=1e-12)
+    gram = x @ x.mT
+    product = symmetric_products.symmetric_product(x, x.mT, plus=gram, beta=2.0, alpha=-0.5)
+    torch.testing.assert_close(product, 1.5 * gram)
 
 
 def with_spectrum(rows, columns, values):
