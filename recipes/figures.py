@@ -5,11 +5,12 @@
     python recipes/figures.py --figure all             the papers' sizes and 20 repeats: hours
 
 Figures 1 and 3 to 8 are those of Ormaniec, Dangel and Singh, "What Does It Mean to Be a
-Transformer?" (ICLR 2025), and `weights` is about its Section 3.3. `sink` is that of Singh, Ormaniec
-and Hofmann, "Cracking the Hessian" (2025). `block-spectra` is a comparison of Zhang et al., "Why
-Transformers need Adam" (2024), on tiny models. The last three are those of Petrov et al., arXiv
-2510.16927, on synthetic images. Where a figure shows no numbers, the paper's statements about it
-are checked, by criteria in the tables.
+Transformer?" (ICLR 2025); `weights` is about its Section 3.3, `outer-heads` about its Appendix E.
+`sink` is that of Singh, Ormaniec and Hofmann, "Cracking the Hessian" (2025), and `top-eigenvalue` a
+claim of slides on it. `block-spectra` is a comparison of Zhang et al., "Why Transformers need Adam"
+(2024), on tiny models. `kronecker` compares KFAC and EKFAC with exact blocks. The last five are
+those of Petrov et al., arXiv 2510.16927, on synthetic images. Where a figure shows no numbers, the
+paper's statements about it are checked, by criteria in the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ from rich.table import Table
 
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
-from recipes.paper_figures import block_spectra, growth, hessians, vision, weight_norms
+from recipes.paper_figures import (
+    block_spectra,
+    growth,
+    heads,
+    hessians,
+    kronecker,
+    top_eigenvalue,
+    vision,
+    vision_training,
+    weight_norms,
+)
+from recipes.paper_figures.kept_norms import KeptNorms
 from recipes.paper_figures.outcome import FULL, HEADER, QUICK, TINY, Effort, Outcome, Run
 
 FIGURES: dict[str, Callable[[Run], Outcome]] = {
@@ -40,16 +52,28 @@ FIGURES: dict[str, Callable[[Run], Outcome]] = {
     "7": growth.figure_7,
     "8": growth.figure_8,
     "weights": weight_norms.figure_weights,
+    "outer-heads": heads.figure_outer_heads,
     "sink": hessians.figure_sink,
+    "top-eigenvalue": top_eigenvalue.figure_top_eigenvalue,
     "block-spectra": block_spectra.figure_block_spectra,
+    "kronecker": kronecker.figure_kronecker,
     "curvature-gap-heatmap": vision.figure_gap_heatmap,
     "curvature-gap-norms": vision.figure_gap_norms,
     "loss-difference": vision.figure_loss_difference,
+    "entries": vision_training.figure_entries,
+    "shared-minimiser": vision_training.figure_shared_minimiser,
 }
 EFFORTS = {"full": FULL, "quick": QUICK, "tiny": TINY}
 
 
-def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> Outcome:
+def make(
+    name: str,
+    effort: Effort,
+    mode: str,
+    out: Path,
+    console: Console,
+    kept: KeptNorms | None = None,
+) -> Outcome:
     """Make one figure, write `figure_<name>.png` and `figure_<name>.json`, and print its table."""
     columns = (
         TextColumn("{task.description}"),
@@ -59,7 +83,7 @@ def make(name: str, effort: Effort, mode: str, out: Path, console: Console) -> O
     )
     start = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
-        outcome = FIGURES[name](Run(effort, progress))
+        outcome = FIGURES[name](Run(effort, progress, kept))
     seconds = time.perf_counter() - start
     outcome.figure.savefig(out / f"figure_{name}.png", dpi=110)
     record = {"figure": name, "mode": mode, "seconds": round(seconds, 1), **outcome.as_dict()}
@@ -90,6 +114,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="(default: 20, or 3 with --quick)")
     folder = Path("results/figures")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write to")
+    norms = "file that keeps the norms of growth figures; what it holds is not measured again"
+    parser.add_argument("--keep", type=Path, help=norms)
     arguments = parser.parse_args()
     mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     if arguments.repeats is not None and arguments.repeats < 1:
@@ -98,7 +124,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 128)
     names = list(FIGURES) if arguments.figure == "all" else [arguments.figure]
-    outcomes = {name: make(name, effort, mode, arguments.out, console) for name in names}
+    kept = None if arguments.keep is None else KeptNorms(arguments.keep)
+    outcomes = {name: make(name, effort, mode, arguments.out, console, kept) for name in names}
     if len(outcomes) > 1:
         table = Table(title=f"All figures ({mode})", title_justify="left")
         for column in ("figure", "shows", "checks that hold", "verdict"):

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import ROOT
 
 SCRIPTS = ("train", "train_hf", "compare", "figures", "prepare_data", "block_lr_demo")
-SCRIPTS += ("sensitivity",)
+SCRIPTS += ("sensitivity", "walk_through")
 
 
 def run(*arguments, cwd=ROOT):

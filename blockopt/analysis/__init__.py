@@ -1,6 +1,7 @@
 """Exact Hessians of transformers: closed forms, operators on any model, and their spectra.
 
-`hessian_report` measures a whole model, `sampled_report` a large one. Operators on any model:
+`hessian_report` measures a whole model, `sampled_report` a large one, and `kronecker_report` how
+well KFAC and EKFAC match it. Operators on any model:
 `HessianOperator`, `GaussNewtonOperator`, `FunctionalOperator`, `dense`. Functions of any operator:
 `lanczos`, `spectral_density`, `top_eigenpairs`, `trace`, `squared_frobenius`, `block_mass`,
 `measure_block`. Closed forms: `SelfAttentionHessian`, `Normalization`, `FeedForwardHessian`,
@@ -35,6 +36,7 @@ from blockopt.analysis.closed_forms.transformer_bounds import (
     bound_table,
     transformer_bounds,
 )
+from blockopt.analysis.kronecker.report import kronecker_report
 from blockopt.analysis.operators.dense import dense, dense_block
 from blockopt.analysis.operators.model_operators import (
     FunctionalOperator,
@@ -84,6 +86,7 @@ __all__ = [
     "growth",
     "hessian_report",
     "jensen_shannon",
+    "kronecker_report",
     "lanczos",
     "lookup_rows",
     "loss_difference",

@@ -69,6 +69,7 @@ def page(
             f"{report.loss:.4f}, on {data}, cut into {len(report.blocks):,} blocks by "
             f"{report.by}."
         ),
+        *_in_short(report, model, blocks),
         *_sharp_and_flat(report, plots),
         *_block_lr(report, model, blocks),
         *_differences(report, plots),
@@ -83,12 +84,48 @@ def page(
     )
 
 
+def _in_short(report: HessianReport, model: nn.Module, blocks: Mapping[str, Blocks]) -> list[str]:
+    """The statement that the page leads to: sharp heads, flat roles, and what BlockLR does."""
+    means = mean_by_role(report)
+    order = sorted(means, key=means.__getitem__, reverse=True)
+    heads = head_curvatures(report)
+    sharp = sorted(heads, key=heads.__getitem__, reverse=True)[:3]
+    text = ""
+    if sharp:
+        named = "; ".join(f"{g.role}, {place(g)} ({heads[g]:.2g})" for g in sharp)
+        text = f"These heads are sharp, by mean curvature: {named}. "
+    flat = ", ".join(f"{role} ({means[role]:.2g})" for role in order[:-4:-1])
+    text += f"These roles are flat: {flat}. "
+    scales = role_scales(report, model, blocks)
+    if scales:
+        slow, fast = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
+        text += (
+            f"BlockLR would multiply the learning rate of {slow} by {scales[slow]:.2g} and that of "
+            f"{fast} by {scales[fast]:.2g}."
+        )
+    return ["<h2>In short</h2>", _paragraph(text)]
+
+
+def mean_by_role(report: HessianReport) -> dict[str, float]:
+    """Return the mean curvature of each role: trace over number of parameters."""
+    return {
+        role: sum(b.trace.value for b in some.values()) / sum(b.dimension for b in some.values())
+        for role, some in report.by_role().items()
+    }
+
+
+def head_curvatures(report: HessianReport) -> dict[BlockGroup, float]:
+    """Return the mean curvature of each head's matrices."""
+    return {
+        group: block.trace.value / block.dimension
+        for group, block in report.blocks.items()
+        if group.head is not None and group.layer is not None and group.role != "bias"
+    }
+
+
 def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[str]:
     """Which heads are sharp, and which roles are flat."""
-    roles = {}
-    for role, found in report.by_role().items():
-        size = sum(block.dimension for block in found.values())
-        roles[role] = sum(block.trace.value for block in found.values()) / size
+    roles = mean_by_role(report)
     order = sorted(roles, key=roles.__getitem__, reverse=True)
     ratio = roles[order[0]] / roles[order[-1]] if roles[order[-1]] > 0 else math.inf
     text = (
@@ -98,11 +135,7 @@ def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[s
     )
     text += f", a ratio of {ratio:.2g}." if math.isfinite(ratio) else "."
     parts = ["<h2>Which blocks are sharp, and which are flat</h2>", _paragraph(text)]
-    heads = {
-        group: block.trace.value / block.dimension
-        for group, block in report.blocks.items()
-        if group.head is not None and group.layer is not None and block.dimension > 1
-    }
+    heads = head_curvatures(report)
     if heads:
         middle = {
             role: median([v for g, v in heads.items() if g.role == role])
@@ -134,23 +167,10 @@ def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[s
 
 def _block_lr(report: HessianReport, model: nn.Module, blocks: Mapping[str, Blocks]) -> list[str]:
     """What `BlockLR` does about it: multipliers from the traces of this report."""
-    estimator = ESTIMATORS.get(report.matrix)
-    curvature = mean_curvature(report, model, blocks)
-    if estimator is None or set(curvature) != {
-        n for n, p in model.named_parameters() if p.requires_grad
-    }:
-        return []  # a part of the Hessian, or of the model, says nothing about learning rates
-    with torch.no_grad():
-        scales = blockopt.block_scales(curvature, model, blocks, by="role")
-    found: dict[str, float] = {}
-    groups, numbers = block_groups(blocks, "role")
-    for name, values in scales.items():
-        for number, value in zip(numbers[name].tolist(), values.tolist()):
-            found[groups[number].role] = value
-    means = {
-        role: sum(b.trace.value for b in some.values()) / sum(b.dimension for b in some.values())
-        for role, some in report.by_role().items()
-    }
+    found, means = role_scales(report, model, blocks), mean_by_role(report)
+    if not found:
+        return []
+    estimator = ESTIMATORS[report.matrix]
     positive = {role: mean for role, mean in means.items() if mean > 0}
     before = max(positive.values()) / min(positive.values())
     moved = [mean * found[role] for role, mean in positive.items()]
@@ -180,6 +200,25 @@ def _block_lr(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
             "training goes on. Its default curvature, 'newton', also sees gradients and updates."
         ),
     ]
+
+
+def role_scales(
+    report: HessianReport, model: nn.Module, blocks: Mapping[str, Blocks]
+) -> dict[str, float]:
+    """Return the multiplier of each role, none if the report is of a part of Hessian or model."""
+    curvature = mean_curvature(report, model, blocks)
+    if report.matrix not in ESTIMATORS or set(curvature) != {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }:
+        return {}
+    with torch.no_grad():
+        scales = blockopt.block_scales(curvature, model, blocks, by="role")
+    found: dict[str, float] = {}
+    groups, numbers = block_groups(blocks, "role")
+    for name, values in scales.items():
+        for number, value in zip(numbers[name].tolist(), values.tolist()):
+            found[groups[number].role] = value
+    return found
 
 
 def mean_curvature(
@@ -243,6 +282,10 @@ def _scales_figure(scales: Mapping[str, float]) -> Figure:
         ax.plot([1, scales[role]], [number, number], color=role_color(role, 7), linewidth=5)
     ax.axvline(1, color="black", linewidth=0.8)
     ax.set_xscale("log")
+    low, high = min(0.9, *scales.values()), max(1.1, *scales.values())
+    ticks = [x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10) if 0.9 * low <= x <= 1.1 * high]
+    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    ax.minorticks_off()
     ax.set_yticks(range(len(order)), order, fontsize=8)
     ax.set_xlabel("learning rate, relative to that of the group", fontsize=9)
     return figure

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.growth import Growth, growth
+from recipes.paper_figures.kept_norms import KeptNorms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,10 +164,13 @@ class Run:
     Args:
         effort: How much to measure.
         progress: Where to draw bars, if anywhere.
+        kept: Where norms at all scales are kept, if anywhere.
     """
 
-    def __init__(self, effort: Effort, progress: Progress | None = None) -> None:
-        self.effort, self.progress = effort, progress
+    def __init__(
+        self, effort: Effort, progress: Progress | None = None, kept: KeptNorms | None = None
+    ) -> None:
+        self.effort, self.progress, self.kept = effort, progress, kept
 
     def steps(self, title: str, total: int) -> Callable[[], None]:
         """Add a bar, and return a function that moves it on by one."""
@@ -179,6 +183,10 @@ class Run:
         self, measure: Callable[[float, int], Mapping[Any, float]], scales: Tensor, title: str
     ) -> Growth[Any]:
         """Measure norms at all scales, in all repeats."""
+        if self.kept is not None:
+            e = self.effort
+            sizes = f"d = {e.width} or {e.deep_width}, {e.sequences} sums, {e.probes} probes"
+            measure = self.kept.through(measure, f"{title}: {sizes}")
         step = self.steps(title, len(scales) * self.effort.repeats)
 
         def measured(sigma: float, seed: int) -> Mapping[Any, float]:

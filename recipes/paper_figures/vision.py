@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,25 +30,36 @@ WEIGHTS = (*ATTENTION, "mlp_in", "mlp_out")
 
 
 class Trained:
-    """A small post-norm vision transformer, with its weights before and after training."""
+    """A small post-norm vision transformer, with its weights before and after training.
 
-    def __init__(self, run: Run, seed: int, pixel: float = 0.31) -> None:
+    `recorded` has those after chosen steps.
+    """
+
+    def __init__(
+        self, run: Run, seed: int, pixel: float = 0.31, record: Collection[int] = ()
+    ) -> None:
         number = 32 * run.effort.samples
         self.images, self.labels = synthetic_images(number, pixel=pixel, seed=seed)
         self.unseen, self.unseen_labels = synthetic_images(number, pixel=pixel, seed=seed + 1000)
         self.model = PatchTransformer(16, self.images.shape[1], run.effort.small, 10, seed=seed)
-        self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.before = self._weights()
+        self.recorded = {0: self.before}
         optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(run.effort.steps):
+        for step in range(1, run.effort.steps + 1):
             rows = torch.randint(number, (128,), generator=generator)
             optimizer.zero_grad()
             F.cross_entropy(self.model(self.images[rows]), self.labels[rows]).backward()
             optimizer.step()
-        self.after = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            if step in record:
+                self.recorded[step] = self._weights()
+        self.after = self._weights()
         with torch.no_grad():
             right = self.model(self.unseen).argmax(-1) == self.unseen_labels
             self.accuracy = float(right.double().mean())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def loss(self) -> Tensor:
         """Return the loss on one batch of 128 images."""

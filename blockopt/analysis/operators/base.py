@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockopt.analysis.operators.parameter_vector import ParameterVector, all_finite
+from blockopt.analysis.operators.pull_back import pull_back
 from blockopt.analysis.progress import progress_bar
 from blockopt.blocks import BlockGroup, Blocks, Level
 from blockopt.measure.closures import (
@@ -296,29 +297,10 @@ class ModelOperator(ABC):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return `Σ vectorᵀ ∂output/∂input` for each input, for m vectors of each output."""
-        number = len(vectors[0])
-        pairs = [pair for pair in zip(outputs, vectors) if pair[0].requires_grad]
-        zeros = [x.new_zeros(1).expand(number, *x.shape) for x in inputs]
-        if not pairs:
-            return zeros
-        reached = [output for output, _ in pairs]
-
-        def pulled(along: list[Tensor], batched: bool) -> Any:
-            options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
-            return torch.autograd.grad(reached, inputs, along, **options)  # type: ignore[arg-type]
-
-        found = None
-        if number > 1:
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("error", "There is a performance drop")
-                    found = pulled([vector for _, vector in pairs], True)
-            except (RuntimeError, UserWarning):  # an operation without a rule for batches
-                self._at_once = 1
-        if found is None:
-            each = [pulled([vector[i] for _, vector in pairs], False) for i in range(number)]
-            found = [None if parts[0] is None else torch.stack(parts) for parts in zip(*each)]
-        return [zero if product is None else product for zero, product in zip(zeros, found)]
+        products, at_once = pull_back(outputs, inputs, vectors)
+        if not at_once:
+            self._at_once = 1
+        return products
 
     def _second_derivative(self, value: Tensor, parameters: list[Tensor]) -> Linear:
         """Return `v ↦ ∇² value v`, by a second backward pass."""

@@ -1,0 +1,1 @@
+"""Kronecker approximations of Gauss-Newton blocks, KFAC and EKFAC, against the exact ones."""
