@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,9 +49,17 @@ from recipes.training.export import export_model
 from recipes.training.hessian_record import hessian_recorder
 from recipes.training.models import build_model, context_of
 from recipes.training.nonfinite import NonFiniteError, describe_nonfinite, nonfinite_blocks
-from recipes.training.processes import check_accelerator, ended_alike, make_accelerator, together
+from recipes.training.processes import (
+    by_rank_0,
+    check_accelerator,
+    ended_alike,
+    make_accelerator,
+    together,
+)
+from recipes.training.restarts import is_restarted, job
 from recipes.training.run_folder import check_folder, last_state, only_run_in, settings_of
 from recipes.training.run_log import RunLog, describe_run
+from recipes.training.signals import Preempted, Requests
 from recipes.training.training_state import load_training_state, training_state
 
 
@@ -69,6 +77,7 @@ class Run(Training):
         done: How many steps have been taken.
         seconds: How long they took.
         evaluated: The last evaluation: after which step, and the loss.
+        requests: What signals have asked for.
     """
 
     accelerator: Accelerator
@@ -80,6 +89,7 @@ class Run(Training):
     done: int = 0
     seconds: float = 0.0
     evaluated: tuple[int, float] | None = None
+    requests: Requests = field(default_factory=Requests)
 
     @property
     def plain(self) -> nn.Module:
@@ -100,7 +110,10 @@ class Run(Training):
                 loss = token_loss(self.model, inputs, targets)
                 self.accelerator.backward(loss)
             total += loss.detach().float() / len(micro_batches)
-        return float(self.accelerator.reduce(total, "mean"))
+        shared = torch.stack([total, *map(total.new_tensor, self.requests.take())])
+        loss, *asked = self.accelerator.reduce(shared, "mean").tolist()
+        self.requests.agree(*asked)
+        return float(loss)
 
     def evaluate(self) -> float:
         """Return the mean loss over the first `--eval-batches` batches of held-out data."""
@@ -133,13 +146,17 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
             or gradients are not finite.
     """
     together(lambda: check_accelerator(accelerator, arguments))
+    say = functools.partial(accelerator.print, flush=True)  # on rank 0, at once also in a pipe
+    if not arguments.resume and by_rank_0(lambda: is_restarted(arguments.output)):
+        arguments.resume = True
+        last = Checkpoints(arguments.output / "checkpoints").describe_last()
+        say(f"The launcher has started this run again: it goes on. The last checkpoint: {last}.")
     with only_run_in(arguments.output, lambda: check_folder(arguments.output, arguments.resume)):
-        say = functools.partial(accelerator.print, flush=True)  # on rank 0, at once also in a pipe
         data, batches, held_out = together(lambda: load_batches(arguments, say))
         say(f"Building {arguments.hf_checkpoint or 'the model'} and the optimizer")
         run = make_run(arguments, accelerator, data, batches, held_out)
         path = arguments.output / "log.jsonl" if accelerator.is_main_process else None
-        with RunLog(path, after=run.done) as log, progress(run) as show:
+        with RunLog(path, after=run.done) as log, progress(run) as show, run.requests:
             begin(run, data, log, say)
             take_steps(run, log, show)
             loss = None if run.evaluated is None else run.evaluated[1]
@@ -152,6 +169,7 @@ def take_steps(run: Run, log: RunLog, show: Callable[[str], None]) -> None:
 
     Raises:
         NonFiniteError: If loss, gradients or weights are not finite.
+        Preempted: If a signal has asked to stop; the checkpoint is written.
     """
     arguments = run.arguments
     shape = {"warmup": arguments.warmup, "final": arguments.final, "decay": arguments.decay}
@@ -184,15 +202,19 @@ def take_steps(run: Run, log: RunLog, show: Callable[[str], None]) -> None:
             tracked["held_out"] = run.evaluate()
             run.evaluated = (run.done, tracked["held_out"])
             log.write("evaluation", step=run.done, loss=tracked["held_out"])
-        if is_due(run, arguments.checkpoint_every):
+        if is_due(run, arguments.checkpoint_every) or run.requests.save:
             groups = run.optimizer.param_groups
             if nonfinite_blocks(run.plain, groups, gradients=False):  # no run could go on from them
                 stop_nonfinite(run, run.done, None, log)
+            if run.requests.stop:
+                log.write("stopped", step=run.done, signal="SIGTERM")
             log.sync()
             run.save()
         record(run.done)
         run.accelerator.log(tracked, step=run.done)
         show(f"loss {loss:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s")
+        if run.requests.stop:
+            raise Preempted
 
 
 def make_run(
@@ -280,11 +302,13 @@ def begin(run: Run, data: TokenData, log: RunLog, say: Callable[[str], None]) ->
             f"give another --output and --hf-checkpoint {arguments.output / 'model'}."
         )
     if run.done:
-        log.write("resumed", step=run.done, **describe_run())
+        log.write("resumed", step=run.done, job=job(), **describe_run())
     else:
         seeds = dict.fromkeys(("model", "data", "curvature"), arguments.seed)
         counts = {"processes": accelerator.num_processes, "parameters": numel, "tokens": tokens}
-        log.write("config", arguments=run.settings, seeds=seeds, **counts, **describe_run())
+        log.write(
+            "config", arguments=run.settings, seeds=seeds, **counts, job=job(), **describe_run()
+        )
     plain = {k: v for k, v in run.settings.items() if isinstance(v, (int, float, str))}
     accelerator.init_trackers("train", config=plain)
     if run.done < arguments.steps:
@@ -338,11 +362,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv, __doc__)
     accelerator = make_accelerator(arguments)
 
-    def after_interrupt() -> str:
+    def last_checkpoint() -> str:
         last = Checkpoints(arguments.output / "checkpoints").describe_last()
-        return f"stopped. The last checkpoint: {last}. The same command with --resume goes on."
+        return f"The last checkpoint: {last}. The same command with --resume goes on."
 
-    with ended_alike(accelerator, after_interrupt):
+    with ended_alike(accelerator, last_checkpoint):
         train(arguments, accelerator)
 
 

@@ -24,7 +24,7 @@ from recipes.data.tokens import SMALLEST_BPE
 from recipes.training.models import add_model_arguments, check_model_arguments
 
 PRECISIONS = ("no", "bf16")
-COUNTS = ("steps", "batch_size", "accumulate", "keep", "curvature_every", "print_every")
+COUNTS = ("steps", "batch_size", "accumulate", "keep", "curvature_every", "print_every", "timeout")
 LEAST = dict.fromkeys((*COUNTS, "max_tokens"), 1)
 LEAST |= dict.fromkeys(("checkpoint_every", "eval_every", "eval_batches", "warmup"), 0)
 LEAST |= dict.fromkeys(("clip", "weight_decay", "final"), 0)
@@ -96,6 +96,8 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     group = add_run_arguments(parser, "results/train")
     group.add_argument("--precision", choices=PRECISIONS, help="(default: accelerate's, else no)")
     group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND")
+    patience = "how long a process waits for the others before it ends"
+    group.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=patience)
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
     group.add_argument("--print-every", type=int, default=50, help="steps, without a terminal")
     after = "measure the Hessian of every head after these steps, 0 before the first"

@@ -6,18 +6,25 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 
 from blockopt.curvature import ESTIMATORS
 from recipes.common.errors import UsageError, UserError
+from recipes.training.roll_call import RollCall, is_lost_exchange
+from recipes.training.signals import STOPPED, Preempted
 
 Result = TypeVar("Result")
+LET_SPEAK = (
+    3  # seconds: the launcher ends all ranks with the first, so the one that speaks leaves first
+)
 # What cannot step on shards or, like schedulefree, cannot be saved: found by trying all of them.
 WHOLE_OPTIMIZERS = {"soap", "sophia", "schedulefree"}
 WHOLE_OPTIMIZERS |= {f"torch_optimizer:A2Grad{kind}" for kind in ("Exp", "Inc", "Uni")}
@@ -39,6 +46,7 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
         dynamo_backend=arguments.compile or "no",
         log_with=arguments.track,
         project_dir=arguments.output,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=arguments.timeout))],
     )
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if cpu and sharded and accelerator.num_processes > 1:
@@ -106,31 +114,54 @@ def by_rank_0(task: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def ended_alike(accelerator: Accelerator, after_interrupt: Callable[[], str]) -> Iterator[None]:
+def ended_alike(accelerator: Accelerator, last_checkpoint: Callable[[], str]) -> Iterator[None]:
     """End all ranks with one exit code, and say once, without a traceback, what the user can mend.
 
     Args:
         accelerator: Knows the ranks.
-        after_interrupt: What to say after Ctrl-C.
+        last_checkpoint: Returns, in words, what a run that has ended early can go on from.
     """
+    alone = accelerator.num_processes == 1
+    roll = None if alone else RollCall(accelerator.process_index, accelerator.num_processes)
     code = 0
     try:
         yield
         accelerator.end_training()
-    except KeyboardInterrupt:
-        code = 130
+    except (KeyboardInterrupt, Preempted) as reason:
+        code = STOPPED if isinstance(reason, Preempted) else 130
         if accelerator.is_main_process:
-            print(after_interrupt(), file=sys.stderr, flush=True)
+            print(f"stopped. {last_checkpoint()}", file=sys.stderr, flush=True)
     except OtherRankError:
         code = 2
-        time.sleep(3)  # the launcher ends all ranks with the first: let the other one speak
+        time.sleep(LET_SPEAK)
     except UserError as error:
         code = 2
         print(f"error: {error}", file=sys.stderr, flush=True)
-    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        # A thread of gloo that outlives the statics of C++ can abort what is done.
+        if roll is not None:
+            roll.tell(error)
+    except Exception as error:
+        if roll is None:
+            raise
+        code = _explain(error, roll, last_checkpoint)
+    if not alone and (code or accelerator.device.type == "cpu"):
+        # Not by the way of Python: a thread of gloo that outlives the statics of C++ can abort what
+        # is done, and exchanges with a rank that is gone can keep a process from ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     if code:
         raise SystemExit(code)
+
+
+def _explain(error: Exception, roll: RollCall, last_checkpoint: Callable[[], str]) -> int:
+    """Say which rank is gone, once for all ranks; or show a bug, and tell the others of it."""
+    if not is_lost_exchange(error):
+        traceback.print_exc()
+        roll.tell(error)
+        return 1
+    is_speaker, text = roll.call()
+    if is_speaker and text:
+        print(f"error: {text} {last_checkpoint()}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(LET_SPEAK)
+    return 1 if text else 2

@@ -16,7 +16,7 @@ from recipes.training.processes import by_rank_0, together
 
 # What may differ between a run and its resumption; everything else decides what it computes.
 FREE = {"output", "resume", "keep", "checkpoint_every", "eval_every", "eval_batches"}
-FREE |= {"print_every", "track", "cache", "cpu"}
+FREE |= {"print_every", "track", "cache", "cpu", "timeout"}
 # The data may be named in another way, as long as they are the same (`data_key`).
 FREE |= {"data", "tokenizer", "vocab_size", "max_tokens", "validation_fraction"}
 FREE |= {"text_column", "streaming"}

@@ -8,6 +8,7 @@
 {"kind": "evaluation", "step": 100, "loss": 4.2}
 {"kind": "scales", "step": 101, "scales": {"query": 1.7, …}}
 {"kind": "resumed", "step": 200, "command": […], "started": …, "git": …, "versions": {…}}
+{"kind": "stopped", "step": 250, "signal": "SIGTERM"}
 {"kind": "nonfinite", "step": 300, "message": "Step 300: the loss is nan …"}
 {"kind": "end", "step": 1000, "loss": 3.1}
 """

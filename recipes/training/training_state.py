@@ -1,14 +1,15 @@
 """The state of a run on several processes: what a checkpoint holds, and how it is loaded.
 
-A whole model, on one process or replicated by DDP, is saved as its own `state_dict` and the
-optimizer's. One that FSDP2 shards is gathered on rank 0, by parameter name. Either can continue on
-another number of processes. The position in the data is the number of the step.
+A checkpoint holds whole tensors, gathered on rank 0 if FSDP2 shards them, so it does not matter how
+many processes have written it, nor how they shared the weights: each kind of run continues each
+other. The position in the data is the number of the step.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from blockopt.block_lr.optimizer_hooks import unwrapped
 from blockopt.distributed import reshard
-from recipes.common.errors import UsageError
 from recipes.common.training import Training
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -33,7 +33,7 @@ GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def training_state(accelerator: Accelerator, training: Training) -> dict[str, Any]:
     """Return all that a run needs to continue. All ranks must call it; rank 0 gets the whole."""
-    state = {"sharded": accelerator.is_fsdp2, "random": gather_object([random_state()])}
+    state = {"random": gather_object([random_state()])}
     if not accelerator.is_fsdp2:
         return state | training.state_dict()
     optimizer = unwrapped(training.optimizer)
@@ -57,29 +57,38 @@ def load_training_state(
     """Continue from a state, as if the run had never stopped.
 
     A rank that the saved run did not have draws random numbers from `seed` and its number.
-
-    Raises:
-        UsageError: If the state was saved with FSDP2 and this run is without, or vice versa.
     """
-    sharded, rank = accelerator.is_fsdp2, accelerator.process_index
-    if state["sharded"] != sharded:
-        was, now = "FSDP2", "whole weights"
-        was, now = (now, was) if sharded else (was, now)
-        raise UsageError(
-            f"The checkpoint is of a run with {was}, and this one has {now}. "
-            "Resume it as it was started."
-        )
-    if sharded:
-        optimizer, options = unwrapped(training.optimizer), StateDictOptions(full_state_dict=True)
-        set_model_state_dict(training.model, dict(state["model"]), options=options)
-        moments = dict(state["optimizer"])
-        set_optimizer_state_dict(training.model, optimizer, moments, options=options)
+    optimizer, saved = unwrapped(training.optimizer), state["optimizer"]
+    if accelerator.is_fsdp2:
+        whole = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(training.model, dict(state["model"]), options=whole)
+        names = {parameter: name for name, parameter in training.plain.named_parameters()}
+        keys = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        moments = with_keys(saved, keys)
+        set_optimizer_state_dict(training.model, optimizer, moments, options=whole)
     else:
-        training.load_state_dict(state)
+        training.load_state_dict({**state, "optimizer": with_keys(saved, itertools.count())})
+    rank = accelerator.process_index
     if rank < len(state["random"]):
         load_random_state(state["random"][rank])
     else:
         torch.manual_seed(seed + rank)
+
+
+def with_keys(state: Mapping[str, Any], keys: Iterable[str | int]) -> dict[str, Any]:
+    """Return an optimizer's state with other keys for its parameters, in the order of its groups.
+
+    Optimizers number their parameters; gathered from shards, they have names.
+    """
+    new = dict(zip((key for group in state["param_groups"] for key in group["params"]), keys))
+    return {
+        **state,
+        "state": {new.get(key, key): entries for key, entries in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [new[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
 
 
 def random_state() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,24 @@ OPTIMIZERS: dict[str, Callable[..., blockopt.optim.BlockOptimizer]] = {
         groups, **{"lr": 1e-2, **k}, second_moment="block"
     ),
 }
+
+# The same for training loops, and an optimizer of torch on groups of one block.
+OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
+    "sgd": lambda model: blockopt.BlockSGD(blockopt.param_groups(model), lr=1e-1, momentum=0.9),
+    "muon": lambda model: blockopt.BlockMuon(blockopt.param_groups(model), lr=1e-2),
+    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
+}
+
+
+def assert_same_run(one: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
+    """Two runs, each a model and its `BlockLR`, ended with the same bits and measured the same."""
+    parameters = dict(other[0].named_parameters())
+    assert all(torch.equal(p, parameters[name]) for name, p in one[0].named_parameters())
+    assert one[1].history == other[1].history
+    assert len(one[1].history) + one[1].failures > 2
+    scales = torch.cat([x.flatten() for x in one[1].last_scales.as_dict().values()])
+    assert scales.max() > 1.005 > 0.995 > scales.min()
 
 
 def tiny_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT2:

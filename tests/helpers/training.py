@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import warnings
 from pathlib import Path
 
-import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from recipes import train
 from recipes.training.arguments import parse
 from recipes.training.run_log import losses_of, read_log
+from tests.helpers.killed import die, in_child
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
 SIZES = "--data addition:1 --max-tokens 900 --width 16 --depth 2 --heads 2 --batch-size 8"
@@ -43,30 +40,6 @@ def run(argv: list[str], partial: bool = True) -> Path:
     finally:
         forget(partial)
     return arguments.output / "log.jsonl"
-
-
-def in_child(task) -> int:
-    """Run in a copy of this process; return 0, or minus the signal that killed it."""
-    sys.stdout.flush()
-    with warnings.catch_warnings():
-        # The other threads, if there are any, are those of pytest-xdist.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            task()
-            code = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 __all__ = ["OURS", "die", "flags", "forget", "in_child", "losses_of", "read_log", "run"]

@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import blockopt
-from tests.helpers.optimizers import TINY, tiny_gpt
+from tests.helpers.killed import killed_in_step
+from tests.helpers.optimizers import OF_MODEL, TINY, assert_same_run, tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and logging
 STEPS = 7
@@ -33,11 +34,7 @@ class Model(lightning.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self):
-        if self.kind == "block":
-            optimizer = blockopt.BlockAdamW(blockopt.param_groups(self), lr=1e-2)
-        else:
-            groups = blockopt.param_groups(self, by="parameter")
-            optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = OF_MODEL[self.kind](self)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -60,12 +57,9 @@ def fit(kind, path, resume=None):
     return model, block_lr.block_lr
 
 
-@pytest.mark.parametrize("kind", ["block", "torch"])
-def test_a_resumed_fit_goes_on_with_the_same_bits(kind, tmp_path):
-    model, block_lr = fit(kind, tmp_path)
-    resumed, again = fit(kind, tmp_path, resume=tmp_path / "step=3.ckpt")
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters()))
-    assert again.history == block_lr.history
-    assert [refresh.step for refresh in block_lr.history] == [1, 3, 5, 7]
-    scales = torch.cat(list(block_lr.last_scales.as_dict().values()))
-    assert scales.max() > 1.01 > 0.99 > scales.min()
+@pytest.mark.parametrize("kind", OF_MODEL)
+def test_a_killed_fit_resumes_with_the_same_bits(kind, tmp_path):
+    whole = fit(kind, tmp_path / "whole")
+    killed_in_step(6, lambda: fit(kind, tmp_path / "killed"))
+    assert [file.name for file in (tmp_path / "killed").iterdir()] == ["step=3.ckpt"]
+    assert_same_run(fit(kind, tmp_path / "killed", resume=tmp_path / "killed/step=3.ckpt"), whole)

@@ -14,7 +14,8 @@ from recipes import train
 from recipes.common.checkpoints import Checkpoints
 from recipes.training import run_log
 from tests.helpers import ROOT
-from tests.helpers.training import OURS, die, flags, in_child, losses_of, read_log, run
+from tests.helpers.faulty_ranks import at, send
+from tests.helpers.training import OURS, die, flags, forget, in_child, losses_of, read_log, run
 
 STEPS = 9
 RUNS = {
@@ -217,6 +218,22 @@ def test_the_script_killed_from_outside(tmp_path, cache):
     run(arguments)
     arguments[arguments.index(str(tmp_path / "killed"))] = str(tmp_path / "whole")
     assert_same_log(run(arguments), log)
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_exactly(tmp_path, cache):
+    """SIGTERM in step 4: a checkpoint after step 5, exit code 143."""
+    whole = run(options("newton", tmp_path / "whole", cache))
+    again = options("newton", tmp_path / "run", cache, "--resume")
+
+    def task():
+        patch = pytest.MonkeyPatch()
+        at(train.Run, "clip", 4, send(signal.SIGTERM))(patch)
+        forget()
+        train.main(again)
+
+    assert in_child(task) == 143
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == 5
+    assert_same_log(whole, run(again))
 
 
 def test_a_finished_run_is_not_done_again(tmp_path, cache):

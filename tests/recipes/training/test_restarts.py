@@ -1,0 +1,53 @@
+"""`torchrun --max-restarts` starts dead ranks again, without `--resume`: their run goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recipes.training.restarts import is_restarted, job
+from tests.helpers import ROOT
+from tests.helpers.faulty_ranks import run_ranks
+from tests.helpers.training import flags, losses_of, read_log
+
+
+def test_only_a_run_of_the_same_launcher_goes_on(tmp_path, monkeypatch):
+    lines = [{"kind": "config", "job": "another"}, {"kind": "resumed", "step": 2, "job": job()}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not is_restarted(tmp_path)  # nothing says that this is a restart
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_restarted(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of-today")
+    assert not is_restarted(tmp_path)
+    assert not is_restarted(tmp_path / "empty")
+
+
+@pytest.mark.distributed
+def test_torchrun_restarts_a_run_that_goes_on(tmp_path):
+    """Rank 0 is killed in the middle; the command ends well, with the losses of a whole run."""
+    options = "--steps 60 --checkpoint-every 5 --eval-every 0 --timeout 60"
+    log, holder = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "run.holder"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--max-restarts=2", "--standalone", str(ROOT / "recipes" / "train.py")]
+    command += flags(tmp_path / "run", tmp_path / "cache", options)
+    with (tmp_path / "said.txt").open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        deadline = time.monotonic() + 200
+        while not (log.exists() and len(log.read_bytes().splitlines()) >= 20):
+            assert process.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(json.loads(holder.read_text())["pid"], signal.SIGKILL)
+        code = process.wait(timeout=200)
+    said = (tmp_path / "said.txt").read_text()
+    assert code == 0, said
+    assert "The launcher has started this run again: it goes on." in said
+    assert [line for line in read_log(log) if line["kind"] == "resumed"]
+    plain = flags(tmp_path / "plain", tmp_path / "cache", options)
+    assert run_ranks(plain, "ddp")[0] == [0, 0]
+    assert losses_of(log) == losses_of(tmp_path / "plain" / "log.jsonl")
