@@ -1,8 +1,8 @@
 """A fair comparison of optimizers: equal tuning budgets, paired test seeds, one report.
 
     python recipes/compare.py                              the demo: a few minutes on two cores
-    python recipes/compare.py --preset shipped             as shipped, only the learning rate tuned
-    python recipes/compare.py --preset small               1M and 3M parameters, an hour or two
+    python recipes/compare.py --preset small               as shipped: 1M and 3M parameters, hours
+    python recipes/compare.py --preset start               every arm over the first 150 steps
     python recipes/compare.py --preset full --workers 16   10M and up, for a real machine
     python recipes/compare.py --arms adamw block-muon --seeds 8 --budget 10
     python recipes/compare.py --list                       the arms, and what each is tuned over
@@ -127,7 +127,7 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
     parser = script_parser(__doc__)
     parser.add_argument("--preset", choices=presets(), default="demo", help="what to compare")
-    arms = "some of --list; AdamW and what controls are for come too"
+    arms = "some of --list; the baseline and what controls are for come too"
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=arms)
     parser.add_argument("--seeds", type=int, help="test seeds (default: the preset's)")
     parser.add_argument("--budget", type=int, help="tuning runs per arm (default: the preset's)")

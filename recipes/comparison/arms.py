@@ -150,8 +150,8 @@ def _controls(bases: Mapping[str, Arm]) -> Iterator[Arm]:
 
 
 def _shipped(bases: Mapping[str, Arm]) -> Iterator[Arm]:
-    names = ("adamw", "muon", "block-adamw+newton", "block-adamw-whitened", "block-muon")
-    names += ("block-muon+newton",)
+    names = ("adamw", "muon", "block-adamw-block", "block-adamw+newton", "block-adamw-whitened")
+    names += ("block-adamw-whitened+newton", "block-muon", "block-muon+newton")
     for base in (bases[name] for name in names):
         yield Arm(
             f"shipped-{base.name}",

@@ -87,7 +87,7 @@ def headline(comparison: Comparison, theme: Theme) -> Figure:
 
 
 def differences(comparison: Comparison, theme: Theme) -> Figure:
-    """Draw the difference to AdamW with its interval, one line per arm."""
+    """Draw the difference to the baseline with its interval, one line per arm."""
     rows = [row for row in comparison.rows if math.isfinite(row.difference.mean)][::-1]
     figure, (axes,) = _figure(theme, 1, 0.9 + 0.28 * len(rows))
     base = finals(comparison.baseline.outcome, comparison.study.steps)
@@ -106,7 +106,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     reach = max((abs(row.difference.mean) for row in rows), default=0.0)
     if reach > 3:
         axes.set_xscale("symlog", linthresh=0.1)
-    axes.set(xlabel="loss minus AdamW's (left is better)")
+    axes.set(xlabel=f"loss minus {comparison.against}'s (left is better)")
     return figure
 
 
@@ -142,7 +142,7 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
 
 
 def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
-    """Draw the steps to AdamW's loss as a part of AdamW's; hatched where only a bound is known."""
+    """Draw the steps to the baseline's loss as a part of its own; hatched: a bound."""
     rows = [row for row in comparison.rows if row.steps is not None][::-1]
     figure, (axes,) = _figure(theme, 1, 0.9 + 0.28 * len(rows))
     for height, row in enumerate(rows):
@@ -162,7 +162,8 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
     axes.margins(x=0.15)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     signs = "(> : reached by no seed; ≥ : not by all)"
-    axes.set(xlabel=f"steps to AdamW's loss / AdamW's steps\n{signs}")
+    against = comparison.against
+    axes.set(xlabel=f"steps to {against}'s loss / {against}'s steps\n{signs}")
     return figure
 
 

@@ -35,14 +35,14 @@ from recipes.comparison.summary import (
 COLORS = {"better": "green", "worse": "red", "diverged": "red", "baseline": "bold"}
 CAPTIONS = {
     "headline": "Final loss on held-out data: mean over test seeds with its 95 % interval.",
-    "differences": "Final loss minus AdamW's with the same seed: mean, 95 % interval, and each "
+    "differences": "Final loss minus {against}'s with the same seed: mean, 95 % interval, and each "
     "seed as a dot. Left is better. Colours: the interval excludes zero after the correction for "
     "the number of arms.",
     "curves": "Training loss at the main length, mean over test seeds with one standard error: "
-    "the seven arms of lowest loss and AdamW. Only the end of each curve is compared: before it, "
-    "learning rates have not come down yet.",
-    "steps": "Steps that a run of its own length needs to end at AdamW's loss, as a part of "
-    "AdamW's. Hatched: only a bound. Green and red: fewer and more steps, beyond the interval.",
+    "the seven arms of lowest loss and {against}. Only the end of each curve is compared: before "
+    "it, learning rates have not come down yet.",
+    "steps": "Steps that a run of its own length needs to end at {against}'s loss, as a part of "
+    "{against}'s. Hatched: only a bound. Green and red: fewer and more steps, beyond the interval.",
     "memory": "Loss against the memory of the optimizer's state.",
     "scales": "Block scales over the run, by role: what curvature gave each kind of block.",
     "tuning": "Tuning runs by learning rate, without the worst tenth. A ring marks the chosen "
@@ -67,7 +67,7 @@ table { border-collapse: collapse; font-size: .9rem; white-space: nowrap; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.baseline { font-weight: 600; }
-table.words { white-space: normal; } table.words td { vertical-align: top; }
+table.words { white-space: normal; overflow-wrap: normal; } table.words td { vertical-align: top; }
 table.words td:first-child { white-space: nowrap; }
 .plots { columns: 2 26rem; column-gap: 1.2rem; }
 figure { margin: 0 0 1.2rem; break-inside: avoid; }
@@ -78,7 +78,7 @@ pre { background: var(--card); padding: .7rem; overflow-x: auto; border-radius: 
 HEADINGS = (
     "arm",
     "loss",
-    "minus AdamW",
+    "minus {against}",
     "steps to",
     "gradients to",
     "gradients",
@@ -91,7 +91,15 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print table and summary, within 100 columns."""
     style = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
     table = Table(title=_title(comparison), title_justify="left", **style)
-    for heading in ("arm", "loss", "minus AdamW", "steps", "grads", "secs", "bytes"):
+    for heading in (
+        "arm",
+        "loss",
+        f"minus {comparison.against}",
+        "steps",
+        "grads",
+        "secs",
+        "bytes",
+    ):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for row in comparison.rows:
         table.add_row(row.name, *cells(row), style=COLORS.get(row.verdict))
@@ -169,12 +177,15 @@ def _main_table(comparison: Comparison) -> str:
         )
         for row in comparison.rows
     ]
-    main = _table([*HEADINGS, "curvature"], body)
+    against = comparison.against
+    headings = [heading.format(against=against) for heading in HEADINGS]
+    main = _table([*headings, "curvature"], body)
     words = (
         '<p class="soft">Loss: mean ± standard error on held-out data after the last step. Minus '
-        "AdamW: mean over seeds of the difference with the same seed, ± half of its 95 % interval; "
-        "green and red: the interval excludes zero after Holm's correction for the number of arms. "
-        "Steps to, gradients to: AdamW's loss, as a part of AdamW's, with the 95 % interval; "
+        f"{against}: mean over seeds of the difference with the same seed, ± half of its 95 % "
+        "interval; green and red: the interval excludes zero after Holm's correction for the "
+        "number of arms. "
+        f"Steps to, gradients to: {against}'s loss, as a part of its own, with the 95 % interval; "
         "“&gt;” is reached by no seed, “≥” not by all, “≤” already by the shortest runs. "
         "Gradients: forward and backward passes per run, those for curvature included. Seconds: "
         "per run, the median, with curvature. Bytes: optimizer state per parameter. Curvature: its "
@@ -184,7 +195,7 @@ def _main_table(comparison: Comparison) -> str:
 
 
 def _with_gradients_to_target(row: Row) -> list[str]:
-    """Return the cells of the terminal's table, with gradients to AdamW's loss, and intervals."""
+    """Return the cells of the terminal's table, with gradients to the target and intervals."""
     loss, difference, _, *costs = cells(row)
     parts = ("–" if p is None else p.with_interval() for p in (row.steps, row.evaluations))
     return [loss, difference, *parts, *costs]
@@ -226,7 +237,7 @@ def _figures(comparison: Comparison) -> str:
     made = []
     for name, draw in plots(comparison).items():
         light, dark = (_inline(draw(theme)) for theme in (LIGHT, DARK))
-        caption = _escaped(CAPTIONS[name])
+        caption = _escaped(CAPTIONS[name].format(against=comparison.against))
         made.append(
             f'<figure><picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
             f'<img src="{light}" alt="{caption}"></picture>'

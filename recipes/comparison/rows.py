@@ -1,4 +1,4 @@
-"""From runs to rows: loss, difference to AdamW seed by seed, steps needed, and costs per arm."""
+"""From runs to rows: loss, difference to the baseline by seed, steps needed, costs per arm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _pairs() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps, or gradient evaluations, to the loss that AdamW ends at, as a part of AdamW's.
+    """Steps, or gradient evaluations, to the loss that the baseline ends at, as a part of its own.
 
     Attributes:
         part: Geometric mean over seeds; a bound if `kind` says so.
@@ -72,7 +72,7 @@ class Steps:
 
     @property
     def verdict(self) -> str:
-        """Whether it is known to be "fewer" or "more" than AdamW's, or "unclear"."""
+        """Whether it is known to be "fewer" or "more" than the baseline's, or "unclear"."""
         low = {"at": self.low, "after": self.part}.get(self.kind, math.nan)
         high = {"at": self.high, "before": self.part}.get(self.kind, math.nan)
         return "fewer" if high < 1 else "more" if low > 1 else "unclear"
@@ -85,10 +85,10 @@ class Row:
     Attributes:
         outcome: Its runs.
         loss: Final loss at the main length over the test seeds.
-        difference: Final loss minus AdamW's, paired by seed, with its 95 % interval.
+        difference: Final loss minus the baseline's, paired by seed, with its 95 % interval.
         verdict: "better", "worse", "unclear" or "diverged", by the interval corrected for the
-            number of arms; "baseline" for AdamW.
-        steps: Steps to AdamW's loss; None if the study has one length only.
+            number of arms; "baseline" for the baseline.
+        steps: Steps to the baseline's loss; None if the study has one length only.
         evaluations: The same in gradient evaluations, with those of the curvature.
         gradient_evaluations: Per run at the main length, with those of the curvature.
         seconds: Per run at the main length, the median, which a machine that is busy for a while
@@ -160,8 +160,13 @@ class Comparison:
 
     @property
     def baseline(self) -> Row:
-        """The row of AdamW, which all are compared with."""
+        """The row of the arm that all are compared with."""
         return self.row(self.study.baseline)
+
+    @property
+    def against(self) -> str:
+        """The plain name of the baseline, such as "AdamW"."""
+        return self.baseline.outcome.arm.title
 
 
 def compared(study: Study, outcomes: Sequence[ArmOutcome], left_out: dict[str, str]) -> Comparison:
@@ -232,7 +237,7 @@ def _row(
 def _to_target(
     outcome: ArmOutcome, baseline: ArmOutcome, main: int, cost: Callable[[int, RunResult], int]
 ) -> Steps | None:
-    """Return the cost of reaching AdamW's loss with the same seed, as a part of AdamW's cost."""
+    """Return the cost of reaching the baseline's loss with the same seed, as a part of its cost."""
     if len(outcome.tests) < 2:
         return None
     crossings = []

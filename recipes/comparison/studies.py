@@ -194,6 +194,9 @@ CONTROLS = ("block-adamw+newton-shuffled", "block-adamw+newton-inverted")
 CONFIRMED = ("adamw", "adamw-groups", "muon", "block-adamw+newton", "block-adamw-block")
 CONFIRMED += ("block-muon",)
 BEST = ("adamw", "muon", "block-adamw+newton", "block-muon", "block-muon+newton")
+BY_HAND = ("adamw-groups", "muon-groups", "sgd", "block-sgd+newton")  # more than lr is tuned
+LONGER = ("shipped-adamw", "shipped-muon", "muon-groups", "shipped-block-adamw-whitened")
+LONGER += ("shipped-block-muon",)
 DEMO = ("adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 DEMO += ("block-muon+newton",)
 LARGE = "Salesforce/wikitext:wikitext-103-raw-v1"  # the standard library would be repeated often
@@ -215,16 +218,21 @@ def presets() -> dict[str, tuple[Study, ...]]:
     tuned = [name for name in ARMS if name not in SHIPPED]
     short, long = {"lengths": (0.5, 1.0, 1.5)}, {"lengths": (0.5, 1.0, 2.0)}
     demo = {"steps": 100, "batch_size": 16, "budget": 5, "seeds": 4}
-    shipped = {"steps": 1200, "batch_size": 8, "budget": 4, "seeds": 5}
-    small = {"steps": 150, "batch_size": 8, "budget": 7, "seeds": 5}
+    small = {"steps": 1200, "batch_size": 8, "budget": 4, "seeds": 5}
+    longer = {"steps": 2000, "batch_size": 4, "budget": 3, "seeds": 5}
+    start = {"steps": 150, "batch_size": 8, "budget": 7, "seeds": 5}
     confirmed = {"steps": 300, "batch_size": 4, "budget": 3, "seeds": 4}
     full = {"steps": 4000, "batch_size": 32, "budget": 20, "seeds": 8}
     larger = {"steps": 8000, "batch_size": 32, "budget": 6, "seeds": 5}
+    muon = {"baseline": "shipped-muon"}
     return {
         "demo": (_study("0.2M", DEMO, tiny, demo, tokenizer="bytes", **long),),
-        "shipped": (_study("1M", SHIPPED, MODELS["1M"], shipped, baseline="shipped-adamw"),),
         "small": (
-            _study("1M", every, MODELS["1M"], small, **short),
+            _study("1M", (*BY_HAND, *SHIPPED), MODELS["1M"], small, lengths=(0.75, 1.0), **muon),
+            _study("3M", LONGER, MODELS["3M"], longer, **muon),
+        ),
+        "start": (
+            _study("1M", every, MODELS["1M"], start, **short),
             _study("3M", BEST, MODELS["3M"], confirmed),
         ),
         "full": (

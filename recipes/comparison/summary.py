@@ -10,8 +10,8 @@ from recipes.comparison.rows import SAME, Comparison, Pair, Row
 
 FEW = 8  # seeds
 VERDICTS = {
-    "better": "better than AdamW",
-    "worse": "worse than AdamW",
+    "better": "better than {against}",
+    "worse": "worse than {against}",
     "unclear": "no difference shown",
     "diverged": "diverged",
     "baseline": "the baseline",
@@ -106,31 +106,35 @@ def sentences(comparison: Comparison) -> list[str]:
     if not math.isfinite(comparison.baseline.loss.mean):
         runs = comparison.study.seeds
         return [
-            f"AdamW diverged in some of its {runs} test runs: there is nothing to compare with."
+            f"{comparison.against} diverged in some of its {runs} test runs: "
+            "there is nothing to compare with."
         ]
     return [
-        *_against_adamw(comparison),
+        *_against_baseline(comparison),
         *_pairs_in_words(comparison),
         *_steps_in_words(comparison),
         *_edges_in_words(comparison),
     ]
 
 
-def _against_adamw(comparison: Comparison) -> list[str]:
-    rows, adamw, said = comparison.rows, with_error(comparison.baseline.loss), []
-    first = rows[0]
+def _against_baseline(comparison: Comparison) -> list[str]:
+    rows, against, said = comparison.rows, comparison.against, []
+    first, base_loss = rows[0], with_error(comparison.baseline.loss)
     if first.verdict == "baseline":
-        said.append(f"No arm has a lower mean loss than AdamW ({adamw}).")
+        said.append(f"No arm has a lower mean loss than {against} ({base_loss}).")
     else:
         chance = "" if first.verdict == "better" else ", which may be chance"
         difference = f"a difference of {with_interval(first.difference)}{chance}"
         loss = with_error(first.loss)
-        said.append(f"{first.name} has the lowest loss: {loss}, AdamW has {adamw}, {difference}.")
+        said.append(
+            f"{first.name} has the lowest loss: {loss}, {against} has {base_loss}, {difference}."
+        )
     for kind in ("better", "unclear", "worse"):
         found = [row for row in rows if row.verdict == kind and not _only_in_steps(row, comparison)]
         if found:
             listed = ", ".join(f"{row.name} ({row.difference.mean:+.3f})" for row in found)
-            said.append(f"{VERDICTS[kind][0].upper()}{VERDICTS[kind][1:]}: {listed}.")
+            words = VERDICTS[kind].format(against=against)
+            said.append(f"{words[0].upper()}{words[1:]}: {listed}.")
     dearer = [row for row in rows if _only_in_steps(row, comparison)]
     if dearer:
         base = comparison.baseline.gradient_evaluations
@@ -140,12 +144,12 @@ def _against_adamw(comparison: Comparison) -> list[str]:
             for row in dearer
         )
         said.append(
-            f"Lower loss than AdamW after the same steps, but not shown for the same gradients, "
-            f"of which curvature takes some: {listed}."
+            f"Lower loss than {against} after the same steps, but not shown for the same "
+            f"gradients, of which curvature takes some: {listed}."
         )
     said.append(
         "A difference counts as better or worse only if its interval excludes zero after Holm's "
-        f"correction for {len(rows) - 1} comparisons with AdamW."
+        f"correction for {len(rows) - 1} comparisons with {against}."
     )
     lost = [r.name for r in rows if r.verdict == "unclear" and verdict(r.difference) != "unclear"]
     if lost:
@@ -157,7 +161,7 @@ def _against_adamw(comparison: Comparison) -> list[str]:
         said.append(f"Diverged: {', '.join(diverged)}.")
     ours = [row.name for row in rows if row.outcome.arm.ours and row.verdict == "worse"]
     if ours:
-        said.append(f"Of our own optimizers, {', '.join(ours)} did worse than AdamW here.")
+        said.append(f"Of our own optimizers, {', '.join(ours)} did worse than {against} here.")
     return said
 
 
@@ -169,14 +173,15 @@ def _only_in_steps(row: Row, comparison: Comparison) -> bool:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the result in one sentence: the best arm of those that are better than AdamW."""
+    """Return the result in one sentence: the best arm that is better than the baseline."""
     study, rows = comparison.study, comparison.rows
     where = f"at {study.name} parameters and {study.steps:,} steps"
     better = [r for r in rows if r.verdict == "better" and not _only_in_steps(r, comparison)]
     if not better:
-        return f"No optimizer is shown to be better than AdamW {where}"
+        return f"No optimizer is shown to be better than {comparison.against} {where}"
     best = better[0]
-    return f"{best.name} ends {-best.difference.mean:.3f} below AdamW's loss {where}"
+    gain = f"{-best.difference.mean:.3f} below {comparison.against}'s loss"
+    return f"{best.name} ends {gain} {where}"
 
 
 def _pairs_in_words(comparison: Comparison) -> list[str]:
@@ -205,9 +210,9 @@ def _steps_in_words(comparison: Comparison) -> list[str]:
         if row.steps is not None and row.evaluations is not None and row.verdict != "baseline"
     }
     study, base = comparison.study, comparison.baseline.gradient_evaluations
-    seeds = min(study.seeds, study.length_seeds)
+    seeds, against = min(study.seeds, study.length_seeds), comparison.against
     lists = {
-        f"Fewer steps to AdamW's loss, as a part of AdamW's ({seeds} seeds)": [
+        f"Fewer steps to {against}'s loss, as a part of {against}'s ({seeds} seeds)": [
             f"{name} {steps.with_interval()}"
             for name, (_, steps, _) in reached.items()
             if steps.verdict == "fewer" and comparison.row(name).verdict == "better"
@@ -254,7 +259,7 @@ def caveats(comparison: Comparison) -> list[str]:
         "gains of this kind tend to shrink as models grow.",
         f"Intervals are 95 % t intervals over {study.seeds} test seeds, at hyperparameters chosen "
         "on one tuning seed: the noise of tuning is not in them. All differences share the runs "
-        "of AdamW, so that false ones would come together.",
+        f"of {comparison.against}, so that false ones would come together.",
         "Bytes are those of the optimizer's state between steps. A refresh needs more for a "
         "moment: newton needs a copy of the weights.",
     ]

@@ -226,10 +226,11 @@ def test_values_of_another_arm_are_refused():
 
 
 def test_shipped_arms_tune_their_learning_rate_only():
-    (study,) = presets()["shipped"]
-    assert study.baseline == "shipped-adamw"
-    for arm in map(ARMS.get, study.arms):
-        assert arm.shipped
+    study, longer = presets()["small"]
+    assert study.baseline == longer.baseline == "shipped-muon"
+    shipped = [arm for arm in map(ARMS.get, study.arms) if arm.shipped]
+    assert {arm for arm in map(ARMS.get, longer.arms) if arm.shipped} < set(shipped)
+    for arm in shipped:
         assert [axis.name for axis in arm.space] == ["lr"]
         training = build(arm, GPT2(MODEL), {"lr": 1e-3}, steps=1200, seed=5)
         decays = {group["weight_decay"] for group in training.optimizer.param_groups}
@@ -471,11 +472,11 @@ def test_presets_are_sound():
     for studies in presets().values():
         for study in studies:
             assert {study.baseline} < set(study.arms) <= set(ARMS)
-            assert ARMS[study.baseline].optimizer == "adamw"
+            assert ARMS[study.baseline].optimizer in ("adamw", "muon")
             assert study.seeds >= 4
-            assert len({ARMS[name].shipped for name in study.arms}) == 1
-    small = presets()["small"][0]
-    kinds = {(arm.optimizer, arm.scales, arm.control) for arm in map(ARMS.get, small.arms)}
+    assert {"adamw-groups", "muon-groups"} < set(presets()["small"][0].arms)
+    start = presets()["start"][0]
+    kinds = {(arm.optimizer, arm.scales, arm.control) for arm in map(ARMS.get, start.arms)}
     for base in ("block-sgd", "block-adamw", "block-adamw-block", "block-muon"):
         assert {(base, scales, None) for scales in (None, "analytic", "newton")} <= kinds
     assert {("block-adamw", "newton", "shuffled"), ("block-adamw", "newton", "inverted")} <= kinds
