@@ -1,4 +1,4 @@
-"""The closed form of an attention layer taken from a model: Llama, Mistral, Qwen and their like."""
+"""The closed form of an attention layer of a model: Llama, Mistral, Qwen, Gemma and their like."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+# Names of the projections; Phi and LFM2 have others for the last.
+PROJECTIONS = {
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "output": ("o_proj", "dense", "out_proj"),
+}
+# The closed form must have the output of the layer up to this, relative to its largest entry:
+# models compute norms, rotations and softmax in float32, whatever their dtype.
+TOLERANCE = 1e-5
 
 
 def attention_hessian(
@@ -28,7 +37,8 @@ def attention_hessian(
 
     The layer has `q_proj`, `k_proj`, `v_proj` and `o_proj`, with or without biases, optionally
     `q_norm` and `k_norm` of each head, and its call is that of transformers. Its own output is
-    compared with that of the closed form, so that a layer that computes anything else is refused.
+    compared with that of the closed form, so that a layer that computes anything else is refused;
+    so are scores with a soft cap (Gemma 2), which bends small scores too little to show there.
     Entries are in the layout of closed forms: by head, and by input before output. The weight of
     `q_proj` is `W_Q.mT.flatten(0, 1)`.
 
@@ -38,24 +48,22 @@ def attention_hessian(
         loss: On its output, before the residual connection.
         rotary: Its rotations; for models of transformers
             `RotaryPositions(*model.model.rotary_emb(hidden_states, positions))`.
-        mask: Bool, True where a position sees another, (L, L) or (B, L, L). Causal by default.
+        mask: Bool, True where a position sees another, (L, L) or (B, L, L). By default causal,
+            within the sliding window of the layer if it has one.
 
     Raises:
         ValueError: If a projection is missing, or the layer computes something else.
     """
-    missing = [name for name in PROJECTIONS.values() if not hasattr(module, name)]
-    if missing:
+    layers, head_dim = _projections(module), _head_dim(module)
+    if getattr(module, "attn_logit_softcapping", None) is not None:
         raise ValueError(
-            f"Invalid module {type(module).__name__}: it has no {', '.join(missing)}. Give the "
-            "weights to SelfAttentionHessian."
+            f"Invalid module {type(module).__name__}: a soft cap bends its scores, which no closed "
+            "form has. Use a HessianOperator of the model."
         )
-    length, head_dim = hidden_states.shape[1], _head_dim(module)
     if mask is None:
-        shape = (length, length)
-        mask = torch.ones(shape, dtype=torch.bool, device=hidden_states.device).tril()
+        mask = _causal_mask(module, hidden_states)
     weights, biases = {}, {}
-    for role, name in PROJECTIONS.items():
-        layer: Any = getattr(module, name)
+    for role, layer in layers.items():
         weights[role] = layer.weight.T.unflatten(int(role != "output"), (-1, head_dim))
         if layer.bias is not None:
             biases[role] = layer.bias if role == "output" else layer.bias.view(-1, head_dim)
@@ -68,10 +76,34 @@ def attention_hessian(
         scale=getattr(module, "scaling", None),
         biases=biases,
         rotary=rotary,
-        norms=_norms(module),
+        norms=_norms(module, head_dim),
     )
     _check_output(module, hidden_states, mask, rotary, hessian.attention.output)
     return hessian
+
+
+def _projections(module: nn.Module) -> dict[str, Any]:
+    """Return the layers that make queries, keys, values and the output."""
+    found = {
+        role: next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        for role, names in PROJECTIONS.items()
+    }
+    missing = [PROJECTIONS[role][0] for role, layer in found.items() if layer is None]
+    if missing:
+        raise ValueError(
+            f"Invalid module {type(module).__name__}: it has no {', '.join(missing)}. Give the "
+            "weights to SelfAttentionHessian."
+        )
+    return found
+
+
+def _causal_mask(module: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Return who sees whom by default, (L, L)."""
+    length = hidden_states.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=hidden_states.device).tril()
+    config = getattr(module, "config", None)
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return mask if window is None else mask.triu(1 - int(window))
 
 
 def _head_dim(module: nn.Module) -> int:
@@ -84,7 +116,7 @@ def _head_dim(module: nn.Module) -> int:
     return head_dim
 
 
-def _norms(module: nn.Module) -> dict[str, HeadNorm]:
+def _norms(module: nn.Module, head_dim: int) -> dict[str, HeadNorm]:
     """Return the norms of queries and keys, if the layer has any."""
     found = {}
     for role, name in (("query", "q_norm"), ("key", "k_norm")):
@@ -93,10 +125,27 @@ def _norms(module: nn.Module) -> dict[str, HeadNorm]:
             epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
             kind: NormKind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
             gain = getattr(norm, "weight", None)
+            if gain is not None and gain.shape != (head_dim,):
+                raise ValueError(
+                    f"Invalid {name} of {type(module).__name__}, with gains of shape "
+                    f"{tuple(gain.shape)}. Must be one norm for each head, ({head_dim},), shared "
+                    "by the heads. Other layers need a HessianOperator of the model."
+                )
             # Without one, torch takes the epsilon of the dtype.
             default = 0.0 if gain is None else torch.finfo(gain.dtype).eps
-            found[role] = HeadNorm(gain, kind, default if epsilon is None else float(epsilon))
+            epsilon = default if epsilon is None else float(epsilon)
+            found[role] = HeadNorm(_gain(norm, gain, kind), kind, epsilon)
     return found
+
+
+def _gain(norm: nn.Module, weight: Tensor | None, kind: NormKind) -> Tensor | None:
+    """Return what a norm multiplies by: its weight, or that plus one, as Gemma has it."""
+    if weight is None or kind == "layer":
+        return weight
+    weight = weight.detach()
+    with torch.no_grad():
+        of_ones = norm(torch.ones_like(weight))  # the gain, up to epsilon
+    return min(weight, weight + 1, key=lambda gain: float((of_ones - gain).abs().max()))
 
 
 def _check_output(
@@ -120,9 +169,9 @@ def _check_output(
         module.train(training)
     output = output[0] if isinstance(output, tuple) else output
     error, size = float((output - found).abs().max()), float(output.abs().max())
-    if not error <= torch.finfo(torch.float32).eps ** 0.5 * size:
+    if not error <= TOLERANCE * size:
         raise ValueError(
             f"The output of {type(module).__name__} differs by {error:.3g}, of {size:.3g}, from "
-            "softmax attention with these projections. Check rotary and mask; a layer that "
-            "computes anything else needs a HessianOperator."
+            "softmax attention with these projections. Check rotary and mask. A layer that "
+            "computes anything else needs a HessianOperator of the model."
         )

@@ -108,7 +108,12 @@ class RotaryPositions:
             raise ValueError(
                 f"Invalid rotary: it turns {self.width} entries of heads that have {key_width}."
             )
-        check_tensors({"X": X, "cos of rotary": self.cos})
+        if (self.cos.dtype, self.cos.device) != (X.dtype, X.device):
+            given = f"{self.cos.dtype} on {self.cos.device}"
+            raise ValueError(
+                f"Invalid rotary: angles of {given}. Must be as X, of {X.dtype} on {X.device}: "
+                "RotaryPositions(cos.to(X), sin.to(X))."
+            )
 
     def _planes(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the second entry of every plane."""

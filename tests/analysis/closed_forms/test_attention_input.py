@@ -16,7 +16,8 @@ from tests.helpers.transformer_block import draw as draw_tokens
 
 
 @pytest.mark.parametrize(
-    "name", ["grouped", "grouped, linear", "rotary", "normalized keys, biased", "all at once"]
+    "name",
+    ["grouped, linear", "rotary", "normalized keys, biased", "all at once, other sizes"],
 )
 def test_attention_by_its_input(name):
     case = Case(**CASES[name])

@@ -7,20 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import vjp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt.analysis import (
     CrossEntropy,
     HeadNorm,
     RotaryPositions,
     SelfAttentionHessian,
-    SquaredError,
-    attention_hessian,
-    top_eigenpairs,
 )
 from tests.helpers.attention_reference import assert_close, flat, hessian, sizes_of, unflat
 
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
+# Numbers added to the scores of each of three sequences; the second sees nothing ahead.
+ADDED = torch.linspace(-2, 2, 48, dtype=torch.float64).sin().reshape(3, 4, 4)
+ADDED[1].masked_fill_(~CAUSAL[:4, :4], -math.inf)
 
 
 def turn(v, cos, sin, layout):
@@ -38,7 +37,7 @@ class Case:
     """Tokens, weights and options, with the same attention in plain operations."""
 
     def __init__(self, *, heads=4, groups=2, dk=4, dv=3, d=5, L=5, B=2, rotary=None, norms=(),
-                 biases=(), mask=CAUSAL, activation="softmax", d_out=6):  # fmt: skip
+                 biases=(), mask=CAUSAL, activation="softmax", d_out=6, ignored=()):  # fmt: skip
         generator = torch.Generator().manual_seed(heads + 7 * groups + L)
         normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
         self.X, self.activation, self.mask = normal(B, L, d), activation, mask
@@ -59,6 +58,7 @@ class Case:
             both = both if self.layout == "half" else angles.repeat_interleave(2, 1)
             self.angles = both.cos(), both.sin()
         self.head, self.classes = normal(d_out, 7), torch.randint(7, (B, L), generator=generator)
+        self.classes.flatten()[list(ignored)] = -100
 
     def closed_form(self):
         return SelfAttentionHessian(
@@ -87,10 +87,13 @@ class Case:
         q, k, v = (vectors(role) for role in ("query", "key", "value"))
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         scores = q @ k.mT / math.sqrt(q.shape[-1])
+        mask = self.mask if self.mask.ndim == 2 else self.mask.unsqueeze(1)
         if self.activation == "linear":
-            A = scores * self.mask
+            A = scores * mask
+        elif mask.dtype == torch.bool:
+            A = scores.masked_fill(~mask, -math.inf).softmax(-1)
         else:
-            A = scores.masked_fill(~self.mask, -math.inf).softmax(-1)
+            A = (scores + mask).softmax(-1)
         return (A @ v @ weights["output"]).sum(1)
 
     def loss(self, output):
@@ -127,6 +130,21 @@ CASES = {
         "norms": ("query", "key"),
         "biases": ("query", "key", "value"),
         "mask": CAUSAL.mT | torch.eye(5, dtype=torch.bool),
+    },
+    "all at once, other sizes": {
+        "heads": 6,
+        "groups": 2,
+        "dk": 6,
+        "dv": 2,
+        "d": 4,
+        "B": 3,
+        "L": 4,
+        "d_out": 3,
+        "rotary": "partial",
+        "norms": ("query", "key"),
+        "biases": ("query", "key", "value"),
+        "mask": ADDED,
+        "ignored": (0, 5, 6, 11),
     },
 }
 
@@ -263,92 +281,3 @@ def test_usual_rotations_and_errors():
     four, three = (torch.randn(n, 4, 4, dtype=torch.float64) for n in (4, 3))
     with pytest.raises(ValueError, match="must be a multiple"):
         SelfAttentionHessian(X, four, three, three, X)
-
-
-class OwnNorm(torch.nn.Module):
-    """The norm of transformers in the dtype of its input; theirs computes in float32."""
-
-    def __init__(self, theirs):
-        super().__init__()
-        self.weight, self.variance_epsilon = theirs.weight, theirs.variance_epsilon
-
-    def forward(self, v):
-        return v * (v.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
-
-
-def layer_of(family, **options):
-    """An attention layer in float64, hidden states and rotations of a tiny model."""
-    import transformers
-
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4,
-             "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**sizes, **options)
-    config._attn_implementation = "sdpa"  # eager attention has its softmax in float32
-    model = getattr(transformers, f"{family}Model")(config).double().eval().requires_grad_(False)
-    attention, X = model.layers[0].self_attn, torch.randn(2, 5, 12, dtype=torch.float64)
-    for parameter in attention.parameters():
-        parameter.data = torch.randn_like(parameter) / 3 + (parameter.ndim == 1)
-    for name in ("q_norm", "k_norm"):
-        if hasattr(attention, name):
-            setattr(attention, name, OwnNorm(getattr(attention, name)))
-    cos, sin = model.rotary_emb(X, torch.arange(5).unsqueeze(0))
-    return attention, X, RotaryPositions(cos, sin)
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"attention_bias": True}), ("Mistral", {})],
-)
-def test_layers_of_transformers(family, options):
-    pytest.importorskip("transformers")
-    module, X, rotary = layer_of(family, **options)
-    target = torch.randn(2, 5, 12, dtype=torch.float64)
-    closed = attention_hessian(module, X, SquaredError(target), rotary=rotary)
-    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~CAUSAL, -math.inf)
-    mask = mask.expand(2, 1, 5, 5)
-
-    def loss_of(weights):
-        given = {f"{names[role]}.weight": w for role, w in weights.items()}
-        options = {"position_embeddings": (rotary.cos, rotary.sin), "attention_mask": mask}
-        output = torch.func.functional_call(module, given, (X,), options)
-        return F.mse_loss(output[0], target)
-
-    def as_stored(blocks):  # (count, rows, columns) of closed forms as the layer's own matrix
-        if blocks["output"].ndim == 3:
-            blocks = blocks | {"output": blocks["output"].flatten(0, 1)}
-        return {
-            role: b.mT if role == "output" else b.mT.flatten(0, 1) for role, b in blocks.items()
-        }
-
-    W = [getattr(module, name).weight.detach() for name in names.values()]
-    start = {role: w.T.unflatten(1, (-1, 4)).movedim(1, 0) for role, w in zip(names, W[:3])}
-    start["output"] = W[3].T.unflatten(0, (-1, 4))
-    assert all(torch.equal(a, b) for a, b in zip(as_stored(start).values(), W))
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = hessian(lambda v: loss_of(as_stored(unflat(v, start))))(flat(start))
-    assert_close(closed.dense(), exact)
-    slices = sizes_of(start)
-    for role in closed.roles:
-        size, last = closed.attention.size(role), closed.counts[role] - 1
-        wanted = exact[slices[role], slices[role]][last * size :, last * size :]
-        assert_close(closed.factored(role, last).trace(), wanted.trace())
-        assert_close(closed.factored(role, last).diagonal(), wanted.diagonal())
-        top = top_eigenpairs(closed.factored(role, last), 1, which="largest").values[0]
-        assert_close(top, torch.linalg.eigvalsh(wanted)[-1], 1e-6)
-
-
-def test_layers_that_compute_something_else():
-    pytest.importorskip("transformers")
-    module, X, rotary = layer_of("Qwen3")
-    loss = SquaredError(torch.zeros_like(X))
-    handle = module.register_forward_hook(lambda *seen: (2 * seen[2][0], None))
-    with pytest.raises(ValueError, match="The output of Qwen3Attention differs by"):
-        attention_hessian(module, X, loss, rotary=rotary)
-    handle.remove()
-    with pytest.raises(ValueError, match="it has no q_proj, k_proj, v_proj, o_proj"):
-        attention_hessian(torch.nn.Linear(2, 2), X, loss)
-    del module.head_dim
-    with pytest.raises(ValueError, match="it has no head_dim"):
-        attention_hessian(module, X, loss)
