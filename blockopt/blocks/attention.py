@@ -151,7 +151,9 @@ def chains(maps: dict[str, Linear], named: dict[str, str]) -> dict[str, str]:
     found = {}
     for first, second in combinations(named, 2):  # the first is defined first
         a, b = maps[first], maps[second]
-        marked = {"a", "down"} & set(words(first)) and {"b", "up"} & set(words(second))
+        marked = {"a", "down"} & set(words(first)) and (
+            {"b", "up"} & set(words(second)) or b.in_size == 2 * a.out_size  # with and without norm
+        )
         narrow = b.in_size <= a.out_size and a.in_size != b.in_size
         follows = b.in_size == a.out_size or marked
         if named[first] == named[second] and (narrow or marked) and follows:
@@ -170,8 +172,11 @@ class _Reader(NamedTuple):
     def layouts(self) -> Layouts:
         chained = chains(self.maps, self.named)
         named = {n: s for n, s in self.named.items() if n not in chained.values()}
-        query = next((self.maps[n] for n, s in named.items() if s == "q"), None)
+        query_name = next((n for n, s in named.items() if s == "q"), "")
+        query = self.maps.get(query_name)
         output_name, output = self._output(named, query)
+        if query and output and "gate" in words(query_name):  # beside queries it makes gates
+            query = query._replace(out_size=query.out_size - output.in_size)
         heads = read_heads(self.module, self.ancestors, query, output)
         if heads.number is None and not heads.problem and self._has_one_head(output):
             heads = heads._replace(number=1)
@@ -238,6 +243,9 @@ class _Reader(NamedTuple):
         ranked = sorted(fits, key=lambda name: self._output_rank(name, fits[name], width))
         chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or len(fits) == 1]
         chosen = [n for n in chosen if not self._is_mlp_in(fits[n], query)]
+        if "v" not in "".join(named.values()):  # the indexer of sparse attention returns scores
+            widths = {self.maps[n].in_size for n in named}
+            chosen = [n for n in chosen if fits[n].out_size in widths]
         if chosen:
             second = chains(fits, dict.fromkeys(chosen, "o"))
             name = next((second[n] for n in chosen if n in second), chosen[0])
@@ -332,6 +340,8 @@ class _Reader(NamedTuple):
                     f"{type(self.module).__name__} makes queries of twice the size that it uses"
                 )
                 return ambiguous(linear, reason, Layout(("query", "gate"), split))
+            if "gate" in words(name) and output is not None:
+                return self._queries_and_gates(linear, number, output)
             return heads_cut(linear, role, number)
         fitting = self._own_heads(name, heads).of_keys(linear, value=letters == "v")
         if fitting is None:
@@ -341,6 +351,16 @@ class _Reader(NamedTuple):
             )
             return ambiguous(linear, reason, Layout((role,)))
         return heads_cut(linear, role, fitting)
+
+    def _queries_and_gates(self, linear: Linear, heads: int, output: Linear) -> Layouts:
+        """Queries, and gates of what the heads return, which have the size of values."""
+        gate = output.in_size // heads
+        query = linear.out_size // heads - gate
+        fits = query > 0 and (query + gate) * heads == linear.out_size
+        split = Split(0, (query, gate), (1, 1), repeat=heads) if fits else None
+        roles = ("query", "gate") if fits else ("query",)
+        reason = f"{type(self.module).__name__} fuses queries and gates in an order not told"
+        return ambiguous(linear, reason, Layout(roles, split))
 
     def _by_head(
         self, linear: Linear, letters: str, heads: Heads, output: Linear | None
@@ -390,8 +410,10 @@ class _Reader(NamedTuple):
         largest = max((self.maps[n].weight.numel() for n in self.named), default=0)
         for name, linear in rest.items():
             said = set(words(name))
-            if {"gate", "gates"} & said or (
-                GATE_WORDS & said and not OUTPUT_WORDS & said - {"proj"}
+            if (
+                {"gate", "gates"} & said
+                or (GATE_WORDS & said and not OUTPUT_WORDS & said - {"proj"})
+                or linear.out_size == heads.number  # one number per head
             ):
                 found |= heads_cut(linear, "gate", number)
             elif POSITION_WORDS & said:

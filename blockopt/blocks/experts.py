@@ -10,9 +10,16 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from blockopt.blocks.attention_heads import read_heads
 from blockopt.blocks.known_modules import GATE_WORDS_OF_MLP
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, rows_layouts
-from blockopt.blocks.linear_maps import direct_maps, read_linear, type_words, words
+from blockopt.blocks.linear_maps import (
+    direct_maps,
+    is_called_attention,
+    read_linear,
+    type_words,
+    words,
+)
 from blockopt.blocks.split import Split
 
 NUM_EXPERTS = (
@@ -22,7 +29,9 @@ NUM_EXPERTS = (
 OUT_WORDS, OUT_NAMES = {"down", "out", "output", "wo"}, {"w2", "fc2"}
 
 
-def expert_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
+def expert_layouts(
+    module: nn.Module, parent: nn.Module | None, per_head: bool, per_row: Collection[str]
+) -> Layouts:
     """Layouts of the stacked matrices that a module holds, and of their biases."""
     stacks = _stacks(module)
     if len(stacks) < 2:
@@ -31,6 +40,8 @@ def expert_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
     if len(outs) != 1:
         return {}
     out = outs[0]
+    if parent is not None and is_called_attention(parent) and len(stacks) == 2:
+        return _experts_of_attention(module, parent, stacks, out, per_head)
     found: Layouts = {}
     for name, stack in stacks.items():
         if name == out:
@@ -47,6 +58,21 @@ def expert_layouts(module: nn.Module, per_row: Collection[str]) -> Layouts:
         found[stack] = _cut(stack, dim, roles, per_row, interleaved)
         found[stacks[out]] = _cut(stacks[out], dim, ("mlp_out",), per_row, False)
     return found | _biases(module, stacks, found)
+
+
+def _experts_of_attention(
+    module: nn.Module, attention: nn.Module, stacks: dict[str, Tensor], out: str, per_head: bool
+) -> Layouts:
+    """JetMoE: each expert makes queries, and takes what attention makes of them."""
+    (query,) = (stack for name, stack in stacks.items() if name != out)
+    output, experts = stacks[out], stacks[out].shape[0]
+    dim = _out_dim(module, query, output, 1) or 1
+    size = read_heads(attention, (), None, None).declared_size
+    heads = query.shape[dim] // size if per_head and size and query.shape[dim] % size == 0 else 1
+    return {
+        query: Layout(("query",), Split(dim, (query.shape[dim],), (heads,), stack=experts)),
+        output: Layout(("output",), Split(3 - dim, (query.shape[dim],), (heads,), stack=experts)),
+    }
 
 
 def _stacks(module: nn.Module) -> dict[str, Tensor]:

@@ -235,7 +235,7 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
         passes[0] |= embedding_layouts(module, attribute, parent, per_row)
         passes[1] |= recurrent_layouts(module, per_head)
         passes[2] |= attention_layouts(module, around, per_head)
-        passes[3] |= expert_layouts(module, per_row)
+        passes[3] |= expert_layouts(module, parent, per_head, per_row)
         passes[4] |= router_layouts(module, attribute, _experts_beside(name, around), per_row)
     heads = _declared_heads(model)
     for name, module in modules.items():

@@ -47,7 +47,7 @@ def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Atte
     """All attention of a pass, in order."""
     calls = []
     for op in graph.ops:
-        if not op.multiplies_activations:
+        if not op.multiplies_activations or op.is_empty:
             continue
         for weights, values, weights_left in (
             (op.args[-2], op.args[-1], True),
@@ -69,7 +69,8 @@ def _scores(weights: Value, maps: dict[Op, LinearMap]) -> list[Value]:
         assert value.op is not None
         if value.op.name in _BETWEEN or (exponentials and _divides_by_sum(value.op)):
             before = walk_back(value, maps)
-            found |= {v: None for v in before if v.op and v.op.multiplies_activations}
+            products = (v for v in before if v.op and v.op.multiplies_activations)
+            found |= {v: None for v in products if v.tensor.numel()}
     return list(found)
 
 
@@ -96,12 +97,11 @@ def _read_call(
 
 
 def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
-    """Whether the left factor of `scores` holds the queries; None if one token does not tell.
+    """Whether the left factor of `scores` holds the queries; None if derivatives do not tell.
 
-    The weights of one query depend on the scores of one query with several keys.
+    The weights of one query depend on the scores of one query with several keys. One token does not
+    tell, nor do scores without gradients, by which sparse attention chooses what it attends to.
     """
-    if not weights.requires_grad:
-        return None
     side, length = Side(weights, (query_axis,)), weights.shape[query_axis]
     for query in dict.fromkeys((length - 1, 0, length // 2, length // 4)):
         derivative = pull(weights, scores, side.at(side.axes, (query,))).abs()
@@ -149,8 +149,6 @@ def _label_projection(
 ) -> None:
     units = Side(linear.output.tensor, tuple(axis for axis, _ in linear.out_axes))
     source, target = units.tensor, operand.value.tensor
-    if not source.requires_grad or not target.requires_grad:
-        return
     found = feeding(
         units,
         operand.rows,
@@ -265,8 +263,6 @@ def _label_output(
         return
     units = Side(linear.input.tensor, tuple(axis for axis, _ in linear.in_axes))
     source, target = output.value.tensor, units.tensor
-    if not source.requires_grad or not target.requires_grad:
-        return
     found = feeding(
         units,
         output.rows,
@@ -287,8 +283,6 @@ def _label_gate(
 ) -> None:
     """Label a linear map by the heads whose output it multiplies on the way to `units`."""
     source = Side(gate.output.tensor, tuple(axis for axis, _ in gate.out_axes))
-    if not source.tensor.requires_grad:
-        return
     sizes = []
     for fed in found.units:
         cotangent = units.at(units.others, found.token)

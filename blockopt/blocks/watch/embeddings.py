@@ -62,7 +62,8 @@ def added_by_position(graph: ForwardGraph) -> list[Tensor]:
             continue
         for value in op.inputs:
             if value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
-                found |= dict.fromkeys(parameters_of(value, graph))
+                parameters = parameters_of(value, graph)
+                found |= dict.fromkeys(p for p in parameters if p.ndim > 1)
     return list(found)
 
 
@@ -93,10 +94,17 @@ def from_inputs(maps: dict[Op, LinearMap]) -> list[LinearMap]:
 
 
 def logits(maps: dict[Op, LinearMap]) -> list[LinearMap]:
-    """Linear maps whose results enter no further one, and which change the width."""
-    return [
-        linear
-        for linear in maps.values()
-        if linear.in_size != linear.out_size
-        and not any(op in maps or op.multiplies_activations for op in walk_on(linear.output, maps))
-    ]
+    """Linear maps that change the width, and whose results enter neither others nor a residual."""
+    found = []
+    for linear in maps.values():
+        after = list(walk_on(linear.output, maps))
+        is_last = not any(op in maps or op.multiplies_activations for op in after)
+        if linear.in_size != linear.out_size and is_last and not _is_residual(linear, after):
+            found.append(linear)
+    return found
+
+
+def _is_residual(linear: LinearMap, after: list[Op]) -> bool:
+    """Whether the result of a map is added to something that the map itself is made of."""
+    added = {v for op in after if op.name == "add" for v in op.activations}
+    return not added.isdisjoint(walk_back(linear.input, {}, through_products=True))

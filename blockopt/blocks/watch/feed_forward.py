@@ -44,7 +44,8 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         maps: The linear maps of the pass.
         taken: Those that are known to do something else.
     """
-    hidden = {linear: _hidden_maps(linear, maps) for linear in maps.values() if linear not in taken}
+    free = [m for op, m in maps.items() if m not in taken and not op.is_empty]
+    hidden = {linear: _hidden_maps(linear, maps) for linear in free}
     # A map out of hidden units that enters further ones belongs to a deeper net.
     entered = {into for out, found in hidden.items() for into in found}
     result = []
@@ -52,7 +53,8 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         if not found or out in entered or not taken.isdisjoint(found):
             continue
         back_to_width = all(into.in_size == out.out_size for into in found)
-        if back_to_width and _is_added(out, maps) and _is_per_token(out, found):
+        fits = back_to_width and _is_added(out, maps) and _is_per_token(out, found)
+        if fits and not any(_enters_elsewhere(into, out, maps) for into in found):
             result.append(FeedForward(list(_with_roles(out, found, maps)), out))
     return result
 
@@ -97,9 +99,6 @@ def _is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
         return False
     inputs = Side(out.input.tensor, tuple(axis for axis, _ in out.in_axes))
     hidden = [Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in found]
-    tensors = (inputs.tensor, *(side.tensor for side in hidden))
-    if not all(tensor.requires_grad for tensor in tensors):
-        return False
     shape = [inputs.tensor.shape[axis] for axis in inputs.others]
     for token in (tuple(n - 1 for n in shape), tuple(0 for _ in shape)):
         cotangent = inputs.at(inputs.others, token)
@@ -108,6 +107,16 @@ def _is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
         if all(reached):  # otherwise an activation function shut all units of this token
             return max(reached) == 1
     return False
+
+
+def _enters_elsewhere(into: LinearMap, out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
+    """Whether units of a map enter other products than `out`, and not `out` itself, as in Mamba."""
+    side = Side(into.output.tensor, tuple(axis for axis, _ in into.out_axes))
+    products = [op for op in walk_on(into.output, maps) if op in maps or op.multiplies_activations]
+    entered = {value.tensor for op in products for value in op.activations}
+    units = {tensor: _reached(side, tensor, Side(tensor, ()).signs()) for tensor in entered}
+    inside = units.pop(out.input.tensor)
+    return any(bool((other & ~inside).any()) for other in units.values())
 
 
 def _with_roles(
@@ -123,10 +132,10 @@ def _with_roles(
         activated = [is_activated for _, is_activated in factors]
         if activated[0] == activated[1]:
             continue  # neither is the gate of the other
-        gate = reached[activated.index(True)]
-        for units, names in zip(gate, roles):
-            for unit in units.flatten().nonzero().flatten().tolist():
-                names[unit] = "mlp_gate"
+        gate, other = (reached[activated.index(is_gate)] for is_gate in (True, False))
+        for i, (units, ungated) in enumerate(zip(gate, other)):
+            if bool(units.any()):  # a unit that reaches neither is shut by the activation function
+                roles[i] = ["mlp_in" if is_in else "mlp_gate" for is_in in ungated.flatten()]
     yield from zip(found, roles)
 
 
@@ -159,14 +168,16 @@ def _is_activated(value: Value, maps: dict[Op, LinearMap]) -> bool:
 
 def _reached(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
     """Which units of a linear map reach a factor."""
-    if not tensor.requires_grad or not side.tensor.requires_grad:
-        return torch.zeros([side.tensor.shape[axis] for axis in side.axes], dtype=torch.bool)
     sizes = side.size(pull(tensor, side.tensor, cotangent), side.axes)
     return sizes > 1e-6 * sizes.max()
 
 
 def routers(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[LinearMap]:
     """Linear maps whose largest results choose, as among experts."""
-    chosen = (op.inputs[0] for op in graph.ops if op.name == "topk")
-    found = {maps[v.op]: None for value in chosen for v in walk_back(value, maps) if v.op in maps}
+    found: dict[LinearMap, None] = {}
+    for op in graph.ops:
+        made_by = [v.op for v in walk_back(op.inputs[0], maps) if v.op] if op.name == "topk" else []
+        # Products of activations choose what sparse attention attends to.
+        if not any(made.multiplies_activations for made in made_by):
+            found |= {maps[made]: None for made in made_by if made in maps}
     return list(found)

@@ -71,6 +71,11 @@ class Op:
         return [value for value in self.inputs if value.kind == "activation"]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it made nothing, as for an expert without tokens."""
+        return not any(value.tensor.numel() for value in self.outputs)
+
+    @property
     def multiplies_activations(self) -> bool:
         """Whether it is a product of two activations, as attention has two."""
         if self.name not in ("mm", "bmm", "addmm", "baddbmm"):

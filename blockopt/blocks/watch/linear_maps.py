@@ -184,7 +184,9 @@ def along_unit_axes(coordinate: Tensor, axes: tuple[int, ...]) -> Tensor | None:
     return first if torch.equal(first, last) else None
 
 
-def walk_back(value: Value, stops: dict[Op, LinearMap]) -> Iterator[Value]:
+def walk_back(
+    value: Value, stops: dict[Op, LinearMap], *, through_products: bool = False
+) -> Iterator[Value]:
     """Yield the activations that `value` is made of, up to linear maps and other products."""
     stack, seen = [value], set()
     while stack:
@@ -193,7 +195,9 @@ def walk_back(value: Value, stops: dict[Op, LinearMap]) -> Iterator[Value]:
             continue
         seen.add(value)
         yield value
-        if value.op is not None and value.op not in stops and not value.op.multiplies_activations:
+        if value.op is None or value.op in stops:
+            continue
+        if through_products or not value.op.multiplies_activations:
             stack += value.op.inputs
 
 

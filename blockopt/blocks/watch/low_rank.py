@@ -70,9 +70,8 @@ def _entering_units(linear: LinearMap, entered: list[LinearMap]) -> Tensor:
     enters = torch.zeros([side.tensor.shape[axis] for axis in side.axes], dtype=torch.bool)
     for after in entered:
         tensor = after.input.tensor
-        if tensor.requires_grad and side.tensor.requires_grad:
-            sizes = side.size(pull(tensor, side.tensor, Side(tensor, ()).signs()), side.axes)
-            enters |= sizes > 1e-6 * sizes.max()
+        sizes = side.size(pull(tensor, side.tensor, Side(tensor, ()).signs()), side.axes)
+        enters |= sizes > 1e-6 * sizes.max()
     return enters
 
 

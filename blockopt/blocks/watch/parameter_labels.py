@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
@@ -37,6 +39,7 @@ class ParameterLabels:
         self._graph, self._roles = graph, roles
         self._sets: dict[Tensor, dict[int, list[set[Fed]]]] = {}
         self._mixed: dict[Tensor, set[int]] = {}
+        self._stacks: set[Tensor] = set()
 
     def add(self, weight: Value, axes: tuple[int, ...], labels: UnitLabels) -> None:
         """Add the labels of the units of a weight, which its `axes` number."""
@@ -45,7 +48,10 @@ class ParameterLabels:
                 parameter, {d: [set() for _ in range(n)] for d, n in enumerate(parameter.shape)}
             )
             mixed = self._mixed.setdefault(parameter, set())
-            for dim, coordinate in enumerate(coordinates(weight, parameter)):
+            sent = coordinates(weight, parameter)
+            if parameter.ndim == 3 and _is_chosen(sent[0], axes):
+                self._stacks.add(parameter)
+            for dim, coordinate in enumerate(sent):
                 along = None if coordinate is None else along_unit_axes(coordinate, axes)
                 if along is None:
                     by_dim.pop(dim, None)
@@ -59,9 +65,10 @@ class ParameterLabels:
             labels = self._along_one_dimension(by_dim, self._mixed[parameter])
             if labels is not None:
                 dim, along = labels
-                found[parameter] = (
-                    _stack(along, dim, parameter) or layout_of(along, dim) or _no_order(along)
-                )
+                layout = _stack(along, dim, parameter) or layout_of(_without_gaps(along), dim)
+                if layout and layout.split and parameter in self._stacks and dim > 0:
+                    layout = layout._replace(split=layout.split._replace(stack=parameter.shape[0]))
+                found[parameter] = layout or _no_order(along)
         return found
 
     def _along_one_dimension(
@@ -86,6 +93,42 @@ class ParameterLabels:
             if heads:
                 return Label(role, heads)
         return Label("other", None)
+
+
+def _is_chosen(first: Tensor | None, axes: tuple[int, ...]) -> bool:
+    """Whether the first dimension of a parameter numbers matrices, as those of experts.
+
+    The product then sees one of them, or all of them side by side along an axis without units.
+    """
+    if first is None:
+        return False
+    return first.ndim == 3 and 0 not in axes if first.ndim > 2 else bool(first.min() == first.max())
+
+
+def _without_gaps(labels: list[Label]) -> list[Label]:
+    """Labels with the gaps filled that activation functions leave, which shut single units.
+
+    A gap within a block belongs to it. One between two blocks belongs to those that it makes as
+    long as the longest of their role.
+    """
+    sizes = Counter(labels)
+    longest = {
+        role: max(n for label, n in sizes.items() if label.role == role) for role, _ in sizes
+    }
+    filled: list[Label] = []
+    runs = [list(run) for _, run in groupby(labels)]
+    for before, run, after in zip([[], *runs], runs, [*runs[1:], []]):
+        if run[0].role != "other" or not (before or after):
+            filled += run
+            continue
+        gap = len(run)
+        if before[:1] == after[:1]:
+            filled += before[:1] * gap
+            continue
+        left, right = (longest[e[0].role] - sizes[e[0]] if e else 0 for e in (before, after))
+        fits = left + right >= gap
+        filled += before[:1] * min(left, gap) + after[:1] * (gap - left) if fits else run
+    return filled
 
 
 def _stack(labels: list[Label], dim: int, parameter: Tensor) -> Layout | None:

@@ -24,8 +24,18 @@ def _signs(shape: torch.Size, draw: int) -> Tensor:
     return (2 * torch.randint(2, shape, generator=generator) - 1).double()
 
 
+def _is_derived(target: Tensor, source: Tensor) -> bool:
+    """Whether autograd can tell: what a model computes without gradients has no derivative.
+
+    A view of such a tensor may say that it requires a gradient, and know no way to it.
+    """
+    return source.requires_grad and (target is source or target.grad_fn is not None)
+
+
 def pull(target: Tensor, source: Tensor, cotangent: Tensor) -> Tensor:
     """`cotangent` times the derivative of `target` with respect to `source`."""
+    if not _is_derived(target, source):
+        return torch.zeros_like(source)
     (result,) = torch.autograd.grad(
         target, source, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
     )
@@ -34,6 +44,8 @@ def pull(target: Tensor, source: Tensor, cotangent: Tensor) -> Tensor:
 
 def push(source: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
     """The derivative of `target` with respect to `source`, times `tangent`."""
+    if not _is_derived(target, source):
+        return torch.zeros_like(target)
     dual = torch.zeros_like(target, requires_grad=True)
     (pulled,) = torch.autograd.grad(
         target, source, dual, create_graph=True, allow_unused=True, materialize_grads=True
