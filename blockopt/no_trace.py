@@ -17,20 +17,21 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, then restore gradients, random state, buffers and training modes.
 
     Evaluation mode shows the model itself, without the noise of a dropout mask. DDP wrappers that
-    run inside synchronize neither gradients nor buffers, so that no rank waits for another. A
-    caller that needs averages over ranks takes them.
+    run inside exchange nothing, so that no rank waits for another. A caller that needs averages
+    over ranks takes them.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    wrappers: dict[DistributedDataParallel, tuple[bool, bool]] = {}
+    wrappers: dict[DistributedDataParallel, tuple[bool, bool, Any]] = {}
 
     def stop_synchronizing(module: nn.Module, _: Any) -> None:
         if isinstance(module, DistributedDataParallel) and module not in wrappers:
             flags = (module.require_backward_grad_sync, module.require_forward_param_sync)
-            wrappers[module] = flags
+            wrappers[module] = (*flags, module.reducer)
             module.require_backward_grad_sync = module.require_forward_param_sync = False
+            module.reducer = _ReducerAtRest(module.reducer)  # type: ignore[assignment]
 
     # Hook only where there can be wrappers: torch.compile warns about hooks on all modules.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -44,8 +45,10 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-        for wrapper, flags in wrappers.items():
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = flags
+        for wrapper, (backward, forward, reducer) in wrappers.items():
+            wrapper.require_backward_grad_sync = backward
+            wrapper.require_forward_param_sync = forward
+            wrapper.reducer = reducer
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
@@ -56,3 +59,19 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+class _ReducerAtRest:
+    """A reducer of DDP that leaves it to the next training step to rebuild its buckets.
+
+    DDP does so in the first forward pass after a backward one, and its ranks wait for each other.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

@@ -1,6 +1,7 @@
 """A refresh that fails on one rank: all ranks stop or go on together, and none waits."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -17,13 +18,16 @@ from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, shard
 WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": shard}
 
 
-def after_one_refresh(wrap, curvature="newton", build=tiny_gpt):
+def after_refreshes(number, wrap, curvature="newton", build=tiny_gpt):
+    """A model that has taken one step more than it has seen refreshes: the next one is due."""
     model = wrap(build())
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2)
     block_lr = blockopt.BlockLR(optimizer, model, curvature=curvature, every=1)
-    train(model, optimizer, 0)
-    block_lr.step(lambda: token_loss(model, seed=dist.get_rank()))
-    assert len(block_lr.history) == 1
+    for step in range(number):
+        train(model, optimizer, step)
+        block_lr.step(lambda: token_loss(model, seed=dist.get_rank()))
+    assert len(block_lr.history) == number
+    train(model, optimizer, number)
     return model, optimizer, block_lr
 
 
@@ -34,54 +38,53 @@ def train(model, optimizer, step):
 
 
 def mistakes_end_all_ranks(rank):
-    """Before the forward pass, and after it: the rank's own error, and one that names the rank."""
-    for wrap in WRAPPERS.values():
-        for early in (True, False):
-            model, optimizer, block_lr = after_one_refresh(wrap)
-            train(model, optimizer, 1)
+    """Before the forward pass, and after it: the rank's own error, and one that names the rank.
 
-            def closure(model=model, early=early):
-                if rank == 0 and early:
-                    raise KeyError("labels")
-                loss = token_loss(model)
-                if rank == 0:
-                    raise KeyError("labels")
-                return loss
+    At the first refresh too, when DDP has its buckets still to rebuild.
+    """
+    for wrap, early, number in product(WRAPPERS.values(), (True, False), (0, 1)):
+        model, _, block_lr = after_refreshes(number, wrap)
 
-            with pytest.raises(
-                KeyError if rank == 0 else RuntimeError,
-                match="labels" if rank == 0 else "Rank 0 has failed. KeyError: 'labels'",
-            ):
-                block_lr.step(closure)
+        def closure(model=model, early=early):
+            if rank == 0 and early:
+                raise KeyError("labels")
+            loss = token_loss(model)
+            if rank == 0:
+                raise KeyError("labels")
+            return loss
+
+        with pytest.raises(
+            KeyError if rank == 0 else RuntimeError,
+            match="labels" if rank == 0 else "Rank 0 has failed. KeyError: 'labels'",
+        ):
+            block_lr.step(closure)
 
 
 def lack_of_memory_is_survived(rank):
     """On one rank, before or after the forward pass: training goes on everywhere."""
     warnings.simplefilter("ignore")
-    for wrap in WRAPPERS.values():
-        for curvature in ("newton", "gauss_newton"):
-            for early in (True, False):
-                model, optimizer, block_lr = after_one_refresh(wrap, curvature)
-                train(model, optimizer, 1)
+    curvatures = ("newton", "gauss_newton")
+    cases = product(WRAPPERS.values(), curvatures, (True, False), (0, 1))
+    for wrap, curvature, early, number in cases:
+        model, optimizer, block_lr = after_refreshes(number, wrap, curvature)
 
-                def closure(model=model, early=early):
-                    loss = None if early else token_loss(model)
-                    if rank == 1:
-                        raise MemoryError("no room")
-                    return token_loss(model) if early else loss
+        def closure(model=model, early=early):
+            loss = None if early else token_loss(model)
+            if rank == 1:
+                raise MemoryError("no room")
+            return token_loss(model) if early else loss
 
-                block_lr.step(closure)
-                assert block_lr.failures == 1
-                train(model, optimizer, 2)
-                block_lr.step(lambda model=model: token_loss(model, seed=rank))
-                assert [refresh.step for refresh in block_lr.history] == [1, 3]
-                assert_equal_on_ranks(torch.cat([*block_lr.last_scales.as_dict().values()]))
+        block_lr.step(closure)
+        assert block_lr.failures == 1
+        train(model, optimizer, number + 1)
+        block_lr.step(lambda model=model: token_loss(model, seed=rank))
+        assert [refresh.step for refresh in block_lr.history] == [*range(1, number + 1), number + 2]
+        assert_equal_on_ranks(torch.cat([*block_lr.last_scales.as_dict().values()]))
 
 
 def a_backward_pass_of_a_replica_may_fail(rank):
     warnings.simplefilter("ignore")
-    model, optimizer, block_lr = after_one_refresh(DistributedDataParallel, "gauss_newton")
-    train(model, optimizer, 1)
+    model, _, block_lr = after_refreshes(1, DistributedDataParallel, "gauss_newton")
 
     def closure():
         loss = token_loss(model)
@@ -109,8 +112,7 @@ class WithBuffer(nn.Module):
 def no_buffer_is_broadcast(rank):
     """A closure that fails on one rank must not leave the other waiting for its buffers."""
     warnings.simplefilter("ignore")
-    model, optimizer, block_lr = after_one_refresh(DistributedDataParallel, build=WithBuffer)
-    train(model, optimizer, 1)
+    model, _, block_lr = after_refreshes(1, DistributedDataParallel, build=WithBuffer)
     seen = model.module.seen.clone()
 
     def closure():
@@ -125,22 +127,20 @@ def no_buffer_is_broadcast(rank):
 
 def closures_that_skip_the_model_are_told(rank):
     warnings.simplefilter("ignore")
-    model, optimizer, block_lr = after_one_refresh(shard)
-    train(model, optimizer, 1)
+    model, _, block_lr = after_refreshes(1, shard)
     block_lr.step(lambda: torch.zeros(()) if rank == 0 else token_loss(model))
     assert block_lr.failures == 1
 
 
 def different_numbers_of_closures_are_told(rank):
-    model, optimizer, block_lr = after_one_refresh(DistributedDataParallel)
-    train(model, optimizer, 1)
+    model, _, block_lr = after_refreshes(1, DistributedDataParallel)
     with pytest.raises(RuntimeError, match="the same number of closures on every rank"):
         block_lr.step([lambda: token_loss(model)] * (rank + 1))
 
 
 def functions_of_ones_own_agree_too(rank):
     """A curvature of the user's that measures a sharded model."""
-    model, optimizer, _ = after_one_refresh(shard)
+    model, optimizer, _ = after_refreshes(1, shard)
     block_lr = blockopt.BlockLR(optimizer, model, curvature=squared_gradient, every=1)
     train(model, optimizer, 1)
     block_lr.step(lambda: token_loss(model, seed=rank))
@@ -170,8 +170,7 @@ def test_two_ranks_fail_together():
 
 
 def fails_within_a_pass(rank):
-    model, optimizer, block_lr = after_one_refresh(shard)
-    train(model, optimizer, 1)
+    model, _, block_lr = after_refreshes(1, shard)
     if rank == 1:
         model.h[1].register_forward_pre_hook(_no_room)
     block_lr.step(lambda: token_loss(model))

@@ -2,12 +2,15 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+PATIENCE = timedelta(minutes=3)  # a rank that waits in vain fails, and with it the test
 
 
 def run_on_two_ranks(*tasks):
@@ -28,7 +31,7 @@ def _start(rank, number, port, tasks):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(number)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         for task in tasks:
             task(rank)
