@@ -197,7 +197,8 @@ def show_accuracy(found: Results, title: str, run: Results) -> None:
     rows = []
     for row in found["rows"]:
         tensor = row["rank"]["tensor"]
-        ranks = {level: f"{row['rank'][level]['mean']:.2f}" for level in LEVELS}
+        ranks = dict.fromkeys(LEVELS, "")
+        ranks |= {level: f"{ranked['mean']:.2f}" for level, ranked in row["rank"].items()}
         name = row["name"]
         if row["probes"]:
             ranks["tensor"] += f" ({tensor['min']:.2f})"
@@ -315,8 +316,9 @@ def main() -> None:
         title = f"Rank correlation with the exact curvature {name}, loss {found['loss']:.2f}"
         show_accuracy(found, title, runs["accuracy"])
     CONSOLE.print(
-        "GN, H: exact Gauss-Newton matrix and Hessian. Ranks are of the mean curvature of groups "
-        f"of blocks; mean (min) over {seeds} seeds. Ratio: to the exact value, over tensors where "
+        "GN, H: exact Gauss-Newton matrix and Hessian; λ_max: its largest eigenvalue in a tensor. "
+        f"Ranks are of the mean curvature of groups of blocks; mean (min) over {seeds} seeds. "
+        "Ratio: to the exact value, over tensors where "
         "that is positive; in units of its median for gradient and power_law, which are relative. "
         "Matrices: those of attention and MLP, which the power law is about. Target: a rank "
         f"correlation of {RANK} by tensor with one probe."

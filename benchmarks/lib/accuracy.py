@@ -30,6 +30,8 @@ class Judged:
         samples: Whether it draws samples. The order of tensors has a target for those that do.
         relative: Whether its values are known only up to a constant.
         roles: The roles that it is judged on; all by default.
+        levels: The groups of blocks that are compared. Those of the largest eigenvalue do not add
+            up, so that it is measured for each tensor and compared there.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Judged:
     samples: bool = False
     relative: bool = False
     roles: Collection[str] | None = None
+    levels: tuple[Level, ...] = LEVELS
 
 
 JUDGED = (
@@ -49,6 +52,7 @@ JUDGED = (
     Judged("power_law", "H", relative=True, roles=EXPONENTS),
     Judged("directional", "H"),
     Judged("secant", "H"),
+    Judged("top_eigenvalue", "λ_max", levels=("tensor",)),
 )
 
 
@@ -77,7 +81,8 @@ def judge(point: Point, seeds: int, advance: Callable[[str], None]) -> dict[str,
         name = judged.name if judged.roles is None else f"{judged.name}, matrices"
         for probes in PROBES if judged.samples else (None,):
             tries = range(seeds if judged.samples else 1)
-            estimates = [measure(judged.name, point, probes or 1, seed) for seed in tries]
+            by = judged.levels[0]
+            estimates = [measure(judged.name, point, probes or 1, seed, by) for seed in tries]
             about = {"name": name, "probes": probes, "default": probes == 1}
             for of in dict.fromkeys([judged.own, "H"]):
                 compared = compare(estimates, exact[of], point, judged)
@@ -89,7 +94,9 @@ def judge(point: Point, seeds: int, advance: Callable[[str], None]) -> dict[str,
     return {"loss": point.loss().item(), "rows": rows, "tensors": tensors, "values": values}
 
 
-def measure(name: str, point: Point, num_probes: int = 1, seed: int = 0) -> Curvature:
+def measure(
+    name: str, point: Point, num_probes: int = 1, seed: int = 0, by: Level = "role"
+) -> Curvature:
     """Return the mean curvature of each block, as an estimator finds it."""
     ones = {name: torch.ones(blocks.num_blocks) for name, blocks in point.blocks.items()}
     request = Request(
@@ -99,7 +106,7 @@ def measure(name: str, point: Point, num_probes: int = 1, seed: int = 0) -> Curv
         update=point.update,
         slopes={},
         scales=ones,
-        by="role",
+        by=by,
         num_probes=num_probes,
         generator=torch.Generator().manual_seed(seed),
         known={},
@@ -116,7 +123,7 @@ def compare(
     """Return rank correlations at each level, and ratios to the exact values over tensors."""
     roles = None if judged is None else judged.roles
     levels = {}
-    for by in LEVELS:
+    for by in LEVELS if judged is None else judged.levels:
         truth = pooled(exact, point, by, roles)
         found = [rank_correlation(pooled(e, point, by, roles), truth) for e in estimates]
         levels[by] = {"mean": sum(found) / len(found), "min": min(found)}

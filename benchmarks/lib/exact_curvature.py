@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.lib.estimators import Curvature
 from blockopt import block_sum, find_blocks
-from blockopt.blocks import Blocks, Level, block_groups, block_numel, sum_groups
+from blockopt.blocks import Blocks, Level, block_groups, block_numel, expand, sum_groups
 from recipes.common.gpt2 import GPT2, GPT2Config
 from recipes.data.token_data import Batches, load_data
 
-Matrix = Literal["GN", "H"]
+Matrix = Literal["GN", "H", "λ_max"]
 SMALL = GPT2Config(vocab_size=64, context=32, width=16, depth=3, heads=2)
 TINY = GPT2Config(vocab_size=8, context=8, width=4, depth=1, heads=2)
 LR = 3e-3
@@ -107,16 +107,18 @@ def points(config: GPT2Config, steps: int, size: int = 8, batch_size: int = 32) 
 def exact_curvature(point: Point, advance: Callable[[str], None]) -> dict[Matrix, Curvature]:
     """Return the mean diagonal entry of each block, of the Gauss-Newton matrix and the Hessian.
 
+    "λ_max" has the largest eigenvalue of the Hessian of the block's tensor: of all entries of one
+    role in one parameter.
+
     Args:
         point: Where to measure.
         advance: Called `amount_of_work` times.
     """
+    largest: Curvature
     with sdpa_kernel(SDPBackend.MATH):
-        diagonals: dict[Matrix, Curvature] = {
-            "GN": gauss_newton_diagonal(point, advance),
-            "H": hessian_diagonal(point, advance),
-        }
-    return {
+        diagonals: dict[Matrix, Curvature] = {"GN": gauss_newton_diagonal(point, advance)}
+        diagonals["H"], largest = hessian_of_tensors(point, advance)
+    found: dict[Matrix, Curvature] = {
         matrix: {
             name: block_sum(diagonal[name], b.split)
             / block_numel(tuple(diagonal[name].shape), b.split)
@@ -124,6 +126,7 @@ def exact_curvature(point: Point, advance: Callable[[str], None]) -> dict[Matrix
         }
         for matrix, diagonal in diagonals.items()
     }
+    return found | {"λ_max": largest}
 
 
 def amount_of_work(config: GPT2Config, size: int = 8) -> int:
@@ -132,22 +135,33 @@ def amount_of_work(config: GPT2Config, size: int = 8) -> int:
     return sum(-(-number // CHUNK) for number in sizes) + size * config.context
 
 
-def hessian_diagonal(point: Point, advance: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return the diagonal of the Hessian, from one row per entry, by autograd of the gradient."""
+def hessian_of_tensors(
+    point: Point, advance: Callable[[str], None]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the diagonal of the Hessian, and the largest eigenvalue of each block's tensor.
+
+    Both are from one row per entry, by autograd of the gradient.
+    """
     parameters = dict(point.model.named_parameters())
-    diagonal = {}
+    _, numbers = block_groups(point.blocks, "tensor")
+    diagonal, largest = {}, {}
     gradients = torch.autograd.grad(point.loss(), list(parameters.values()), create_graph=True)
     for (name, p), g in zip(parameters.items(), gradients):
-        entries = []
+        matrix = torch.empty(p.numel(), p.numel(), dtype=p.dtype)
         for places in torch.arange(p.numel()).unsqueeze(1).split(CHUNK):
             units = torch.zeros(len(places), p.numel(), dtype=p.dtype).scatter_(1, places, 1.0)
             (rows,) = torch.autograd.grad(
                 g, p, units.view(-1, *p.shape), retain_graph=True, is_grads_batched=True
             )
-            entries.append(rows.flatten(1).gather(1, places).flatten())
+            matrix[places.flatten()] = rows.flatten(1)
             advance("Hessian")
-        diagonal[name] = torch.cat(entries).view_as(p)
-    return diagonal
+        diagonal[name] = matrix.diagonal().view_as(p)
+        owner = expand(numbers[name], point.blocks[name].split, p.ndim).expand_as(p).flatten()
+        largest[name] = torch.empty(len(numbers[name]), dtype=p.dtype)
+        for group in numbers[name].unique():
+            own = matrix[owner == group][:, owner == group]
+            largest[name][numbers[name] == group] = torch.linalg.eigvalsh(own)[-1]
+    return diagonal, largest
 
 
 def gauss_newton_diagonal(point: Point, advance: Callable[[str], None]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from blockopt.analysis import Probes, hessian_report
 from blockopt.analysis.recorder import HessianRecorder
 from blockopt.cli.local_model import next_token_losses
-from tests.analysis.test_report import small_model
+from tests.helpers.small_language_models import small_model
 
 PROBES = Probes(top=1, num_probes=2, num_steps=4, num_starts=1)
 measure = functools.partial(hessian_report, by="head", only=["attn.*"], probes=PROBES)

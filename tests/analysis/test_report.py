@@ -5,53 +5,12 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from blockopt import find_blocks
-from blockopt.analysis import HessianOperator, Probes, hessian_report, measure_block
+from blockopt.analysis import Probes, hessian_report
 from blockopt.blocks import BlockGroup
-from blockopt.cli.local_model import load_model, next_token_losses
-from tests.helpers.matrices import Products, normal, random_symmetric, with_spectrum
-
-GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
-LLAMA = {
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 13,
-}
-
-
-def exact_matrix(model, ids, names):
-    """The Hessian of the mean cross-entropy of the next token in some parameters."""
-    parameters = dict(model.named_parameters())
-    sizes = [parameters[name].numel() for name in names]
-
-    def loss(vector):
-        pieces = {
-            name: piece.view_as(parameters[name]) for name, piece in zip(names, vector.split(sizes))
-        }
-        logits = torch.func.functional_call(model, pieces, kwargs={"input_ids": ids}).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-    model.eval()
-    start = torch.cat([parameters[name].detach().flatten() for name in names])
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.autograd.functional.hessian(loss, start)
-
-
-def small_model(kind="gpt2", sequences=3, length=8, **entries):
-    model = load_model(
-        kind, {**(GPT2 if kind == "gpt2" else LLAMA), **entries}, seed=1
-    ).model.double()
-    generator = torch.Generator().manual_seed(0)
-    # Farther from zero than at the start: queries and keys have curvature then
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    ids = torch.randint(0, model.config.vocab_size, (sequences, length), generator=generator)
-    return model, ids
+from blockopt.cli.local_model import next_token_losses
+from tests.helpers.small_language_models import exact_matrix, small_model
 
 
 def entries_of(model, names, blocks, wanted):
@@ -254,38 +213,6 @@ def test_exact_builds_every_block_however_few_steps_there_are():
     assert len(embedding.spectrum.nodes) == embedding.dimension == 44
 
 
-def test_the_cost_is_told_before_and_is_close_to_what_is_done(monkeypatch):
-    model, ids = small_model()
-    columns, told = [], []
-    original = HessianOperator.__matmul__
-
-    def counting(self, v):
-        columns.append(1 if v.ndim == 1 else v.shape[1])
-        return original(self, v)
-
-    monkeypatch.setattr(HessianOperator, "__matmul__", counting)
-
-    def announce(cost):
-        told.append((cost, sum(columns)))
-
-    report = hessian_report(
-        model,
-        next_token_losses(model, ids, 8),
-        probes=Probes(exact=True, num_starts=0),
-        only=["mlp.*"],
-        announce=announce,
-    )
-    ((cost, before),) = told
-    assert before == 3  # two for the symmetry, one for the clock
-    assert report.cost == cost
-    assert cost.seconds_per_product > 0
-    done = sum(columns) - before
-    blocks = sum(min(20, b.dimension) + b.dimension for b in report.blocks.values())
-    # The rest is for the top eigenvalue of the whole, for which 25 were foreseen
-    assert blocks < done < blocks + 60
-    assert cost.num_products == blocks + 25
-
-
 def test_tables_fit_and_long_labels_keep_both_ends():
     model, ids = small_model("llama")
     losses = next_token_losses(model, ids, 8)
@@ -339,114 +266,11 @@ def test_wrong_options_of_the_report(options, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "smallest"),
-    [("top", -1, 0), ("num_probes", 1, 2), ("num_steps", 1, 2), ("num_starts", -1, 0)],
-)
-def test_wrong_numbers_of_probes(name, value, smallest):
-    with pytest.raises(ValueError, match="Invalid") as caught:
-        Probes(**{name: value})
-    assert str(caught.value) == f"Invalid {name}={value}. Must be an integer >= {smallest}."
-
-
 def test_what_is_no_closure_is_told():
     with pytest.raises(TypeError, match="one is of type Tensor"):
         hessian_report(nn.Linear(2, 1), [torch.ones(())])
     with pytest.raises(ValueError, match="no closure"):
         hessian_report(nn.Linear(2, 1), [])
-
-
-def test_blocks_that_do_not_fit_are_refused_with_the_number(monkeypatch):
-    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**20)
-    model = nn.Linear(1000, 1, bias=False)
-    closure = lambda: model(torch.ones(1, 1000)).square().sum()  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"The largest block has 1,000 parameters: .* needs 0\.0 GiB"
-    ):
-        hessian_report(model, closure, probes=Probes(exact=True))
-    big = nn.Linear(20_000, 1, bias=False)
-    with pytest.raises(
-        ValueError, match=r"Products with the block 'other' of 20,000 parameters need 0\.0 GiB"
-    ):
-        hessian_report(big, lambda: big(torch.ones(1, 20_000)).square().sum())
-
-
-def test_what_does_not_fit_into_memory_is_left_out_and_told(monkeypatch):
-    model, ids = small_model(n_inner=40)
-    losses = next_token_losses(model, ids, 8)
-    probes = Probes(num_probes=3, num_steps=100, num_starts=1)
-    whole = hessian_report(model, losses, probes=probes)
-    n, largest = whole.whole.dimension, max(b.dimension for b in whole.blocks.values())
-    assert whole.notes == ()
-
-    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 101 * n)
-    some = hessian_report(model, losses, probes=probes)
-    assert some.whole is not None
-    assert some.whole.spectrum is None
-    assert len(some.whole.top) == 0
-    assert "Memory did not suffice for top eigenvalues of whole." in some.notes
-    traces = [[row["trace"] for row in report.rows()] for report in (some, whole)]
-    assert traces[0] == pytest.approx(traces[1], rel=1e-9, abs=1e-12)
-
-    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 101 * largest)
-    few = hessian_report(model, losses, probes=probes)
-    assert few.whole is few.mass is None
-    assert "nothing on the whole" in few.notes[0]
-    assert any("spectra of" in note for note in few.notes)
-    for group, block in few.blocks.items():
-        known = whole.blocks[group]
-        if block.exact:
-            assert block.trace.value == pytest.approx(known.trace.value, abs=1e-12)
-        else:
-            error = 4 * (block.trace.standard_error + known.trace.standard_error)
-            assert abs(block.trace.value - known.trace.value) <= error
-    assert "whole" not in few.table()
-    assert "off the blocks" not in few.summary()
-    json.dumps(few.to_dict(), allow_nan=False)
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.parametrize("memory", [None, 2000])
-def test_a_report_that_was_stopped_continues_with_the_same_numbers(tmp_path, monkeypatch, memory):
-    if memory is not None:  # block by block, without the whole
-        monkeypatch.setattr(
-            "blockopt.analysis.report.free_memory", lambda device: memory * 8 + 100 * 48
-        )
-    model, ids = small_model()
-    losses = next_token_losses(model, ids, 2)
-    options = {"by": "head", "probes": Probes(num_probes=2, num_steps=3, num_starts=2)}
-    options["only"] = ["attn.*"]
-    untouched = hessian_report(model, losses, **options)
-    path = tmp_path / "partial.pt"
-    original, seen, stops = HessianOperator.__matmul__, [], [40]
-
-    def stopping(self, v):
-        seen.append(1)
-        if len(seen) in stops:
-            raise Stopped
-        return original(self, v)
-
-    monkeypatch.setattr(HessianOperator, "__matmul__", stopping)
-    with pytest.raises(Stopped):
-        hessian_report(model, losses, **options, partial=path)
-    assert path.exists()
-    seen.clear()
-    stops.clear()
-    report = hessian_report(model, losses, **options, partial=path)
-    continued = len(seen)
-    assert report.rows() == untouched.rows()
-    seen.clear()
-    hessian_report(model, losses, **options, partial=tmp_path / "other.pt")
-    assert continued < len(seen)  # what was finished was not done again
-    model.lm_head.weight.data[0, 0] += 1e-3
-    with pytest.raises(ValueError, match="of other weights, data or options"):
-        hessian_report(model, losses, **options, partial=path)
-    path.write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="no partial results that can be read"):
-        hessian_report(model, losses, **options, partial=path)
 
 
 def test_rounding_is_measured_against_float64_and_leaves_the_weights_alone():
@@ -493,59 +317,3 @@ def test_a_frame_without_pandas_says_what_to_do(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         report.to_frame()
-
-
-# One operator alone
-
-
-def test_small_operators_are_measured_exactly():
-    A = Products(random_symmetric(20))
-    found = measure_block(A)
-    values = torch.linalg.eigvalsh(A.matrix)
-    assert A.count == found.dimension == 20
-    assert found.exact
-    assert found.trace == (pytest.approx(float(values.sum())), 0, 20)
-    assert found.frobenius == (pytest.approx(float(A.matrix.norm())), 0, 20)
-    assert float(found.top[0]) == pytest.approx(_farthest(values))
-    assert found.negative == (
-        pytest.approx(float((values < 0).double().mean())),
-        pytest.approx(float(-values.clamp(max=0).sum() / values.abs().sum())),
-    )
-    torch.testing.assert_close(found.spectrum.nodes, values)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_operators_are_estimated(dtype):
-    values = torch.cat([normal(290), torch.linspace(5, 9, 9), torch.tensor([-20.0])]).double()
-    A = Products(with_spectrum(values).to(dtype))
-    found = measure_block(A, Probes(num_probes=100, num_starts=9))
-    assert not found.exact
-    assert abs(found.trace.value - float(values.sum())) < 3 * found.trace.standard_error
-    assert abs(found.frobenius.value - float(values.norm())) < 3 * found.frobenius.standard_error
-    assert found.frobenius.standard_error < 0.1 * found.frobenius.value
-    assert found.trace.num_products == found.frobenius.num_products == 100
-    assert float(found.top[0]) == pytest.approx(-20, rel=1e-4)
-    assert found.negative.of_count == pytest.approx(float((values < 0).double().mean()), abs=0.1)
-    mass = float(-values.clamp(max=0).sum() / values.abs().sum())
-    assert found.negative.of_mass == pytest.approx(mass, abs=0.03)
-
-
-@pytest.mark.parametrize("size", [5, 150])
-def test_zero_operators(size):
-    found = measure_block(Products(torch.zeros(size, size)))
-    assert found.trace.value == found.frobenius.value == float(found.top[0]) == 0
-    assert found.negative == (0, 0)
-    assert found.frobenius.standard_error == 0
-
-
-def test_probes_decide_how_much_is_measured_of_an_operator():
-    A = Products(random_symmetric(150))
-    other = measure_block(A, Probes(num_probes=20, num_steps=10, num_starts=2, seed=3))
-    assert len(other.spectrum.nodes) == 20
-    assert other.trace.num_products == 20
-    first, second = measure_block(A), measure_block(A)
-    assert first.trace == second.trace != other.trace
-    assert torch.equal(first.top, second.top)
-    assert len(measure_block(A, Probes(top=4, num_starts=0)).top) == 4
-    with pytest.raises(FloatingPointError, match="not finite"):
-        measure_block(Products(random_symmetric(150) * torch.nan))

@@ -12,7 +12,7 @@ from blockopt.analysis import hessian_report, sampled_report
 from blockopt.analysis.report_from_samples import Plan
 from blockopt.blocks import BlockGroup
 from blockopt.cli.local_model import load_model, next_token_losses
-from tests.analysis.test_report import small_model
+from tests.helpers.small_language_models import small_model
 
 
 def gauss_newton(model, ids):

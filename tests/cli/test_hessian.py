@@ -1,13 +1,10 @@
 """`blockopt hessian`: models and texts from local files, what is printed, the files, and errors."""
 
 import csv
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch.nn import functional as F
 
 import blockopt
@@ -16,75 +13,15 @@ from blockopt.analysis.plots.model_curvature import MOST_IN_A_PLOT, pooled_mass,
 from blockopt.blocks import BlockGroup, block_groups
 from blockopt.cli import main
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
-
-TEXT = (
-    "The Hessian of a transformer differs by block: values are steep, queries and keys are flat.\n"
-    * 8
+from tests.helpers.hessian_command import (
+    QUICK,
+    checkpoint,
+    config_folder,
+    message_of,
+    run_files,
+    save_tokenizer,
 )
-GPT2 = {"n_layer": 1, "n_embd": 4, "n_head": 2, "n_inner": 6, "n_positions": 16, "vocab_size": 11}
-LLAMA = {
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 13,
-}
-QUICK = ("--length", "8", "--sequences", "3", "--probes", "2", "--starts", "0")
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return str(path)
-
-
-def config_folder(folder, kind="gpt2", **entries):
-    folder.mkdir(exist_ok=True)
-    defaults = {"gpt2": GPT2, "llama": LLAMA}.get(kind, {})
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, **defaults, **entries}))
-    return str(folder)
-
-
-def checkpoint(folder, seed=5, **entries):
-    """A saved model with weights of its own, and the model."""
-    torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**{**GPT2, "bos_token_id": 0, "eos_token_id": 0, **entries})
-    )
-    model.save_pretrained(folder)
-    return str(folder), model
-
-
-def save_tokenizer(
-    folder, words=("the", "hessian", "of", "a", "transformer", "differs", "by", "block")
-):
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.WordLevel({"[UNK]": 0, **{w: i + 1 for i, w in enumerate(words)}}, unk_token="[UNK]")
-    )
-    tokenizer.normalizer, tokenizer.pre_tokenizer = (
-        normalizers.Lowercase(),
-        pre_tokenizers.Whitespace(),
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]"
-    ).save_pretrained(folder)
-
-
-def run_files(tmp_path, *arguments):
-    out = tmp_path / "out"
-    assert main(["hessian", *arguments, "--out", str(out)]) == 0
-    return json.loads((out / "report.json").read_text()), out
-
-
-def message_of(*arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(["hessian", *arguments])
-    return str(caught.value)
-
+from tests.helpers.small_language_models import GPT2, LLAMA
 
 # What it computes
 
@@ -290,13 +227,6 @@ def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path, text):
         load_text(text, model, Path(folder), sequences=2, length=6)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path, text):
-    folder, model = checkpoint(tmp_path / "model")
-    (Path(folder) / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"The tokenizer of .* cannot be read"):
-        load_text(text, model, Path(folder), sequences=2, length=6)
-
-
 def test_sequences_are_spread_over_the_text_without_overlap(tmp_path):
     model = load_model("gpt2", {**GPT2, "vocab_size": 256}).model
     path = tmp_path / "bytes.txt"
@@ -310,149 +240,7 @@ def test_sequences_are_spread_over_the_text_without_overlap(tmp_path):
     assert load_text(str(path), model, None, sequences=1, length=4).ids.tolist() == [[0, 1, 2, 3]]
 
 
-# What is wrong
-
-
-def test_errors_of_models(tmp_path, text):
-    rest = ("--text", text, *QUICK)
-    assert "Nothing is downloaded" in message_of("no/such/model", *rest)
-    assert "bert is a masked language model" in message_of("bert", *rest)
-    assert "t5 is not a causal language model" in message_of("t5", *rest)
-    assert "vit is not a causal language model" in message_of("vit", *rest)
-    folder = config_folder(tmp_path / "model")
-    assert (
-        message_of(folder, *rest, "--set", "n_layer")
-        == "Invalid --set n_layer. Must be KEY=VALUE, such as n_layer=2."
-    )
-    assert "Must be an entry of the config of gpt2. Did you mean n_layer" in message_of(
-        folder, *rest, "--set", "n_layers=2"
-    )
-    for wrong in ("n_layer=-1", "n_head=0", "vocab_size=0"):
-        assert f"Invalid --set {wrong}. Must be at least 1." in message_of(
-            folder, *rest, "--set", wrong
-        )
-    assert "transformers refuses this config of gpt2" in message_of(
-        folder, *rest, "--set", "n_layer=abc"
-    )
-    (tmp_path / "model" / "config.json").write_text("{")
-    assert "is not JSON" in message_of(folder, *rest)
-    (tmp_path / "model" / "config.json").write_text('{"n_layer": 2}')
-    assert "has no 'model_type'" in message_of(folder, *rest)
-    config_folder(tmp_path / "model", "unheard_of")
-    assert "No model type 'unheard_of'" in message_of(folder, *rest)
-    (tmp_path / "empty").mkdir()
-    assert "No model at" in message_of(str(tmp_path / "empty"), *rest)
-
-
-def test_errors_of_checkpoints(tmp_path, text):
-    folder, _ = checkpoint(tmp_path / "model")
-    rest = ("--text", text, *QUICK)
-    assert "holds weights, which would not fit another config. Add --random" in message_of(
-        folder, *rest, "--set", "n_layer=2"
-    )
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(f"{folder}/model.safetensors")
-    del weights["transformer.h.0.mlp.c_fc.weight"]
-    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights of GPT2LMHeadModel: transformer.h.0.mlp.c_fc.weight" in message_of(
-        folder, *rest
-    )
-
-
-def test_errors_of_texts(tmp_path, text):
-    folder = config_folder(tmp_path / "model")
-    assert message_of(folder, "--text", "no.txt") == "No text file at 'no.txt'."
-    assert "Must be at least 2 tokens" in message_of(folder, "--text", text, "--length", "1")
-    assert (
-        message_of(folder, "--text", text, "--length", "17")
-        == "Invalid --length 17. The model has 16 positions."
-    )
-    assert "736 tokens, and --sequences 100 of --length 8 need 800." in message_of(
-        *(folder, "--text", text, "--length", "8", "--sequences", "100")
-    )
-    (tmp_path / "text.txt").write_text("")
-    assert "Must be a longer text" in message_of(folder, "--text", text, *QUICK)
-
-
-def test_errors_of_options(tmp_path, text, monkeypatch):
-    folder = config_folder(tmp_path / "model")
-    rest = (folder, "--text", text, *QUICK)
-    assert message_of(*rest, "--batch", "0") == "Invalid --batch 0. Must be an integer >= 1."
-    assert message_of(*rest, "--top", "-1") == "Invalid top=-1. Must be an integer >= 0."
-    assert message_of(*rest, "--samples", "1") == "Invalid --samples 1. Must be an integer >= 2."
-    assert "Leave out one" in message_of(*rest, "--samples", "4", "--matrix", "functional")
-    assert "no use for --exact" in message_of(*rest, "--samples", "4", "--exact")
-    assert message_of(*rest, "--memory", "0") == "Invalid --memory 0. Must be > 0, in GiB."
-    assert "Must fit a trainable parameter" in message_of(*rest, "--only", "nothing")
-    assert "Invalid --device nonsense" in message_of(*rest, "--device", "nonsense")
-    assert "exists" in message_of(*rest, "--out", text)
-    monkeypatch.setattr("blockopt.analysis.report.free_memory", lambda device: 2**10)
-    assert "GiB are free" in message_of(*rest, "--exact")
-
-
-def test_out_of_memory_and_other_failures_of_torch(tmp_path, text, monkeypatch):
-    folder = config_folder(tmp_path / "model")
-
-    def fail(*arguments, **options):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr("blockopt.cli.hessian.hessian_report", fail)
-    assert "Try a smaller --batch or --length" in message_of(folder, "--text", text, *QUICK)
-
-
-@pytest.mark.parametrize(
-    "kind", [RuntimeError, ValueError, TypeError, KeyError, OSError, ImportError]
-)
-@pytest.mark.parametrize("where", ["hessian_report", "load_text", "next_token_losses"])
-def test_bugs_keep_their_traceback(tmp_path, text, monkeypatch, kind, where):
-    def break_down(*arguments, **options):
-        raise kind("a bug")
-
-    monkeypatch.setattr(f"blockopt.cli.hessian.{where}", break_down)
-    with pytest.raises(kind, match="a bug"):
-        main(["hessian", config_folder(tmp_path / "model"), "--text", text, *QUICK])
-
-
-def test_numbers_that_are_not_finite_are_told_in_one_line(tmp_path, text):
-    folder, model = checkpoint(tmp_path / "model")
-    model.transformer.wte.weight.data[0, 0] = torch.nan
-    model.save_pretrained(folder)
-    assert "Curvature needs a finite loss" in message_of(folder, "--text", text, *QUICK)
-
-
-def test_without_transformers_or_matplotlib(tmp_path, text, monkeypatch, capsys):
-    import importlib.util
-
-    folder = config_folder(tmp_path / "model")
-    original = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else original(name)
-    )
-    _, out = run_files(tmp_path, folder, "--text", text, *QUICK, "--only", "mlp.*")
-    assert sorted(path.name for path in out.iterdir()) == ["blocks.csv", "report.json"]
-    assert "no plots without matplotlib" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert (
-        message_of(folder, "--text", text)
-        == "This command needs transformers: pip install 'blockopt[hf]'."
-    )
-
-
-def test_warnings_become_notes(tmp_path, text, monkeypatch, capsys):
-    from blockopt.analysis import block_report
-
-    original = block_report.top_eigenpairs
-
-    def few_steps(operator, k, *, tolerance, generator):
-        return original(operator, k, tolerance=1e-14, max_steps=k, generator=generator)
-
-    monkeypatch.setattr(block_report, "top_eigenpairs", few_steps)
-    found, _ = run_files(
-        tmp_path, config_folder(tmp_path / "model"), "--text", text, *QUICK, "--only", "mlp.*"
-    )
-    assert any("Eigenpairs not finished after max_steps=1" in note for note in found["notes"])
-    assert "Note: Eigenpairs not finished" in capsys.readouterr().out
+# What is printed
 
 
 def test_what_is_printed(tmp_path, text, capsys):
