@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from blockopt.blocks.adapters import adapter_layouts, peft_config
+from blockopt.blocks.adapters import adapter_layouts, peft_config, shared_layout
 from blockopt.blocks.attention import attention_layouts, is_attention
 from blockopt.blocks.blocks import ROW_ROLES, Blocks
 from blockopt.blocks.ends import (
@@ -251,7 +251,8 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
     config = peft_config(model)
     adapters: Layouts = {}
     for module in modules.values():
-        adapters |= adapter_layouts(module, found, config)
+        for parameter, layout in adapter_layouts(module, found, config, per_row).items():
+            adapters[parameter] = shared_layout(adapters.get(parameter), layout)
     return _unexplained_attention(modules, found) | found | adapters
 
 
