@@ -26,7 +26,7 @@ def _square_row(gradient: Tensor, blocks: Blocks) -> Reduced:
     if split is None:
         row = torch.linalg.vector_norm(part, dtype=dtype).square().reshape(1)
         return Reduced(row, gradient, ())
-    return Reduced(_square_sums(part, split.dims, dtype), gradient, split.dims)
+    return Reduced(square_sums(part, split.dims, dtype), gradient, split.dims)
 
 
 def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Tensor:
@@ -39,7 +39,7 @@ def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Te
     return sums / block_numel(shape, split).to(sums)
 
 
-def _square_sums(x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def square_sums(x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Sums of squares over all dimensions but `dims`."""
     others = [d for d in range(x.ndim) if d not in dims]
     if not others:

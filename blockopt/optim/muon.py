@@ -19,6 +19,7 @@ from blockopt.optim.groups import blocks_of, names_of
 from blockopt.optim.matrix_sections import is_hidden_matrix
 from blockopt.optim.muon_on_ranks import take_steps
 from blockopt.optim.muon_step import Waiting
+from blockopt.optim.neuron_steps import new_neuron_state
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,8 +39,10 @@ class BlockMuon(BlockOptimizer):
         - \eta\, s_b\, 0.2 \sqrt{\max(A, B)}\; \mathrm{orthogonalize}(m)
 
     The factor gives the update the root mean square that AdamW's has, so that one learning rate
-    serves both. Embeddings, norms, biases, the head and all other parameters take the step of
-    `BlockAdamW`. On unsplit matrices with all scales 1 this is `torch.optim.Muon` with
+    serves both. In an MLP every neuron then gets a step of the same size (`neuron_steps.py`).
+    Embeddings, norms, biases, the head and all other parameters take the step of `BlockAdamW`.
+
+    With `even_neurons=False`, on unsplit matrices with all scales 1 this is `torch.optim.Muon` with
     `adjust_lr_fn="match_rms_adamw"`, except for the iteration: torch takes five steps, each with
     the same coefficients, which bring singular values from 0.16 % of their root of squares up to
     [0.68, 1.2]. The four steps here, each with its own, bring those from 0.31 % of about the
@@ -63,7 +66,9 @@ class BlockMuon(BlockOptimizer):
         nesterov: Look ahead by one step of momentum.
         iterations: Number of steps of the iteration. With 3 there are 0.8 of the products, and
             singular values below 1.2 % of the largest stay below 0.7; with 5, 0.08 %.
-        betas: Decay rates of the two moments of AdamW, for the other parameters.
+        even_neurons: Give every neuron of an MLP a step of the same size.
+        betas: Decay rates of the two moments of AdamW, for the other parameters; the second is also
+            that of the sizes of the neurons' steps.
         eps: Added to the root of their second moment.
         second_moment: Theirs, `"whitened"`, `"coordinate"` or `"block"`, see `BlockAdamW`.
         maximize: Ascend instead of descend.
@@ -100,6 +105,7 @@ class BlockMuon(BlockOptimizer):
         *,
         nesterov: bool = True,
         iterations: int = 4,
+        even_neurons: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         second_moment: str = "whitened",
@@ -113,6 +119,7 @@ class BlockMuon(BlockOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "iterations": iterations,
+            "even_neurons": even_neurons,
             "betas": betas,
             "eps": eps,
             "second_moment": second_moment,
@@ -171,7 +178,8 @@ class BlockMuon(BlockOptimizer):
     ) -> dict[str, Any]:
         if is_hidden_matrix(parameter, blocks):
             buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            return {"momentum_buffer": buffer}
+            neurons = new_neuron_state(parameter, blocks) if group["even_neurons"] else {}
+            return {"momentum_buffer": buffer, **neurons}
         return new_adamw_state(parameter, blocks, group)
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from blockopt.blocks import Blocks
 from blockopt.distributed import is_sharded, local
-from blockopt.distributed.shards import local_stretches, shard_dims
+from blockopt.distributed.shards import shard_dims
 from blockopt.optim.divided_work import Job, Team, Whole, divide
 from blockopt.optim.entry import Entry
 from blockopt.optim.matrix_sections import sections
 from blockopt.optim.muon_step import (
     MatrixStep,
+    Piece,
     Waiting,
-    apply_part,
-    gather_and_apply,
+    apply_all,
+    gathered_update,
     in_batches,
     orthogonalized_into,
     pieces,
@@ -29,6 +31,8 @@ from blockopt.optim.newton_schulz import iteration_dtype, orthogonalization_flop
 # about 10 n operations for each byte of its result, n being the shorter side; what a GPU computes
 # while its network brings a byte is about 4000. So smaller ones are faster to compute than to send.
 DIVIDED_FROM = 512
+
+Updates = list[tuple[MatrixStep, Tensor]]  # the own part of each
 
 
 def take_steps(waiting: list[Waiting], replicas: Any = None) -> None:
@@ -45,15 +49,15 @@ def take_steps(waiting: list[Waiting], replicas: Any = None) -> None:
 
 @_disable_dynamo
 def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
-    """Take the steps of shared matrices, and return those that each rank takes by itself."""
+    """Take the steps of sharded matrices, and return those that each rank takes by itself."""
     alone: list[Waiting] = []
+    at_home: list[Waiting] = []
     gathered: list[Waiting] = []
     shared: dict[Any, tuple[Tensor, list[Waiting]]] = {}
     for member in waiting:
         entry = member.entry
         if _is_local(entry):
-            if local(entry.parameter).numel() > 0:
-                alone.append(member._replace(entry=_localized(entry)))
+            at_home.append(member)
             continue
         team = _team(entry, replicas)
         if team is None:
@@ -64,11 +68,23 @@ def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
             like = _like(entry.parameter)
             key = (team, like.dtype, like.device)
             shared.setdefault(key, (like, []))[1].append(member)
+    updates: Updates = []  # of neurons that ranks share, which add up their squares at once
     for (team, *_), (like, members) in shared.items():
-        _divide_over(team, members, like)
-    for member in gathered:
-        gather_and_apply(start_step(member))
+        updates += _divide_over(team, members, like)
+    for step in map(start_step, gathered):
+        updates += _apply_or_hold(step, gathered_update(step))
+    for step, update in _updates_at_home(at_home):
+        updates += _apply_or_hold(step, update)
+    apply_all(updates)
     return alone
+
+
+def _apply_or_hold(step: MatrixStep, update: Tensor) -> Updates:
+    """Apply an update, unless it has neurons that ranks share: return that."""
+    if step.has_neurons and is_sharded(step.entry.parameter):
+        return [(step, update)]
+    apply_all([(step, update)])
+    return []
 
 
 def _is_local(entry: Entry) -> bool:
@@ -80,20 +96,29 @@ def _is_local(entry: Entry) -> bool:
     return all(placement.dim == 0 and stacked for _, placement in _cuts(entry.parameter))
 
 
-def _localized(entry: Entry) -> Entry:
-    """The matrices that this rank holds, as a parameter of its own."""
-    parameter, blocks, scale = local(entry.parameter), entry.blocks, entry.state["scale"]
-    buffer, gradient = local(entry.state["momentum_buffer"]), local(entry.gradient)
+def _updates_at_home(members: list[Waiting]) -> Updates:
+    """The updates of the whole matrices that this rank holds."""
+    updates: Updates = []
+    found: list[Piece] = []
+    for step in map(start_step, members):
+        direction, blocks = local(step.direction), step.entry.blocks
+        update = torch.empty_like(direction, dtype=iteration_dtype(direction))
+        updates.append((step, update))
+        if direction.numel() > 0:
+            one, like = _as_matrices(direction, blocks), _as_matrices(update, blocks)
+            found += orthogonalized_into(like[0], *one, step.iterations)
+    in_batches(found)
+    return updates
+
+
+def _as_matrices(part: Tensor, blocks: Blocks) -> tuple[Tensor, Blocks]:
+    """The experts that a rank holds, as a parameter of its own, with its blocks."""
     split = blocks.split
-    if split is not None and split.stack > 1:
-        held = [i for a, b in local_stretches(entry.parameter, 0) for i in range(a, b)]
-        scale = scale.view(split.stack, -1)[held].reshape(-1)
-        blocks = blocks._replace(split=split._replace(stack=len(held)))
-        if len(held) == 1:  # one matrix is no stack
-            blocks = blocks._replace(split=split._replace(stack=1, dim=split.dim - 1))
-            parameter, buffer, gradient = parameter[0], buffer[0], gradient[0]
-    state = {"momentum_buffer": buffer, "scale": scale}
-    return entry._replace(parameter=parameter, gradient=gradient, blocks=blocks, state=state)
+    if split is None or split.stack == 1:
+        return part, blocks
+    if len(part) == 1:  # one matrix is no stack
+        return part[0], blocks._replace(split=split._replace(stack=1, dim=split.dim - 1))
+    return part, blocks._replace(split=split._replace(stack=len(part)))
 
 
 def _cuts(parameter: Tensor) -> list[tuple[int, Any]]:
@@ -142,24 +167,29 @@ def _flops(shape: tuple[int, ...], member: Waiting) -> int:
     )
 
 
-def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> None:
+def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> Updates:
+    """Take the steps of matrices that a team shares; return those that wait for other ranks."""
     steps: dict[int, MatrixStep] = {}
+    updates: Updates = []
 
     def part(index: int) -> Tensor:
         steps[index] = start_step(members[index])
         return local(steps[index].direction).to(like.device, like.dtype)
 
     def work(found: list[tuple[int, Tensor]]) -> list[Tensor]:
-        updates = [torch.empty_like(whole) for _, whole in found]
+        results = [torch.empty_like(whole) for _, whole in found]
         in_batches(
             piece
-            for (index, whole), update in zip(found, updates)
-            for piece in orthogonalized_into(update, whole, steps[index])
+            for (index, whole), result in zip(found, results)
+            for piece in orthogonalized_into(
+                result, whole, members[index].entry.blocks, steps[index].iterations
+            )
         )
-        return updates
+        return results
 
     def finish(index: int, update: Tensor) -> None:
         step = steps.pop(index)
-        apply_part(step, update.to(step.entry.parameter.device))
+        updates.extend(_apply_or_hold(step, update.to(step.entry.parameter.device)))
 
     divide([_whole(member) for member in members], team, Job(part, work, finish), like)
+    return updates

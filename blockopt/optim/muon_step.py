@@ -1,7 +1,7 @@
-"""The stages of a step of Muon: momentum, direction, orthogonalization, update.
+"""The stages of a step of Muon: momentum, direction, orthogonalization, even neurons, update.
 
-The first two and the last go entry by entry, on whatever part of a parameter a rank holds. The
-orthogonalization needs whole matrices.
+All but the orthogonalization go entry by entry, on whatever part of a parameter a rank holds; to
+even out neurons, ranks add up one number per neuron. The orthogonalization needs whole matrices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks import expand
-from blockopt.distributed import full, local, local_part
+from blockopt.blocks import Blocks, expand
+from blockopt.distributed import full, is_sharded, local, local_part, sums_over_ranks
 from blockopt.optim.entry import Entry
-from blockopt.optim.finite_gradients import put_back, share_kept
+from blockopt.optim.finite_gradients import keep_if, put_back, share_kept
 from blockopt.optim.matrix_sections import (
     Section,
     block_sizes,
@@ -25,6 +25,7 @@ from blockopt.optim.matrix_sections import (
     sections,
     update_size,
 )
+from blockopt.optim.neuron_steps import neuron_factors, neuron_sums
 from blockopt.optim.newton_schulz import iteration_dtype, orthogonalize
 
 # Entries orthogonalized in one batch: enough to fill the device, few enough to bound memory.
@@ -53,14 +54,26 @@ class MatrixStep(NamedTuple):
         direction: What is orthogonalized, sharded as the parameter is.
         lr: The learning rate of its group.
         kept: The share of the weights that weight decay leaves.
-        iterations: Steps of the orthogonalization.
+        group: The options of its group.
+        found_inf: Where it is 1 nothing may change. None if the gradients are known to be finite.
     """
 
     entry: Entry
     direction: Tensor
     lr: float | Tensor
     kept: float | Tensor
-    iterations: int
+    group: dict[str, Any]
+    found_inf: Tensor | None
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the orthogonalization."""
+        return int(self.group["iterations"])
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether the update is evened out over neurons."""
+        return "neuron_squares" in self.entry.state
 
 
 class Piece(NamedTuple):
@@ -96,41 +109,91 @@ def start_step(waiting: Waiting) -> MatrixStep:
         lr = lr * share_kept(found_inf, entry.parameter.dtype)
     kept = 1 - lr * group["weight_decay"]
     direction = momentum_direction(entry, group, found_inf)
-    return MatrixStep(entry, direction, lr, kept, group["iterations"])
+    return MatrixStep(entry, direction, lr, kept, group, found_inf)
 
 
 def pieces(step: MatrixStep) -> Iterator[Piece]:
     """The matrices of a parameter, which apply their own updates."""
-    entry = step.entry
-    targets = sections(entry.parameter, entry.blocks)
-    scales = section_scales(_wide_scale(entry), entry.blocks, targets)
-    for source, target, scale in zip(sections(step.direction, entry.blocks), targets, scales):
-        factor = scale * (step.lr * update_size(source.matrix_shape))
+    if step.has_neurons:
+        yield from _pieces_with_neurons(step)
+        return
+    for source, (target, factor) in zip(
+        sections(step.direction, step.entry.blocks), _targets(step)
+    ):
         yield Piece(source, partial(apply, target.view, factor, step.kept), step.iterations)
 
 
-def gather_and_apply(step: MatrixStep) -> None:
-    """Orthogonalize a sharded parameter on every rank, and apply the own part."""
+def _targets(step: MatrixStep) -> Iterator[tuple[Section, Tensor]]:
+    """The matrices of a whole parameter, each with what its update is multiplied by."""
+    found = sections(step.entry.parameter, step.entry.blocks)
+    scales = section_scales(_wide_scale(step.entry), step.entry.blocks, found)
+    for target, scale in zip(found, scales):
+        yield target, scale * (step.lr * update_size(target.matrix_shape))
+
+
+def _pieces_with_neurons(step: MatrixStep) -> Iterator[Piece]:
+    """The matrices of a parameter; with the last one that is done, all take their update."""
+    update = torch.empty_like(step.direction, dtype=iteration_dtype(step.direction))
+    found = list(orthogonalized_into(update, step.direction, step.entry.blocks, step.iterations))
+    waiting = [len(found)]  # in a list, so that all pieces count down the same number
+
+    def take(piece: Piece, result: Tensor) -> None:
+        piece.take(result)
+        waiting[0] -= 1
+        if waiting[0] == 0:
+            apply_all([(step, update)])
+
+    for piece in found:
+        yield piece._replace(take=partial(take, piece))
+
+
+def gathered_update(step: MatrixStep) -> Tensor:
+    """Orthogonalize a sharded parameter on every rank, and return the own part."""
     whole = full(step.direction)
     update = torch.empty_like(whole, dtype=iteration_dtype(whole))
-    in_batches(orthogonalized_into(update, whole, step))
-    apply_part(step, local_part(update, step.entry.parameter))
+    in_batches(orthogonalized_into(update, whole, step.entry.blocks, step.iterations))
+    return local_part(update, step.entry.parameter)
 
 
-def orthogonalized_into(update: Tensor, whole: Tensor, step: MatrixStep) -> Iterator[Piece]:
+def orthogonalized_into(
+    update: Tensor, direction: Tensor, blocks: Blocks, iterations: int
+) -> Iterator[Piece]:
     """The matrices of a whole direction, which leave their results in `update`."""
-    blocks = step.entry.blocks
-    for source, target in zip(sections(whole, blocks), sections(update, blocks)):
-        yield Piece(source, partial(_put, target.view), step.iterations)
+    for source, target in zip(sections(direction, blocks), sections(update, blocks)):
+        yield Piece(source, partial(_put, target.view), iterations)
 
 
 def _put(target: Tensor, update: Tensor) -> None:
     target.copy_(update.view(target.shape))
 
 
-def apply_part(step: MatrixStep, update: Tensor) -> None:
+def apply_all(updates: list[tuple[MatrixStep, Tensor]]) -> None:
+    """Apply the own parts of updates, evened out over neurons where there are any."""
+    chosen = [(step.entry, update) for step, update in updates if step.has_neurons]
+    sums = iter(sums_over_ranks([neuron_sums(u, e.parameter, e.blocks) for e, u in chosen]))
+    for step, update in updates:
+        if step.has_neurons:
+            update = update * _neuron_factors(step, next(sums)).to(update.dtype)
+        _apply_part(step, update)
+
+
+def _neuron_factors(step: MatrixStep, sums: Tensor) -> Tensor:
+    parameter, squares = step.entry.parameter, step.entry.state["neuron_squares"]
+    kept = keep_if(step.found_inf, [squares])
+    means = sums.reshape(-1) * (len(squares) / max(1, parameter.numel()))
+    squares.lerp_(means.to(squares.dtype), 1 - step.group["betas"][1])
+    factors = neuron_factors(squares, parameter, step.entry.blocks)
+    put_back(step.found_inf, [squares], kept)
+    return factors
+
+
+def _apply_part(step: MatrixStep, update: Tensor) -> None:
     """Apply the part of an update that belongs to the own shard of the parameter."""
     parameter, blocks = step.entry.parameter, step.entry.blocks
+    if not is_sharded(parameter):
+        for source, (target, factor) in zip(sections(update, blocks), _targets(step)):
+            apply(target.view, factor, step.kept, source.view)
+        return
     like = torch.empty(parameter.shape, device="meta")
     scale = _wide_scale(step.entry)
     sizes = step.lr * block_sizes(blocks, sections(like, blocks)).to(scale.device)

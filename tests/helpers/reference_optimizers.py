@@ -109,8 +109,19 @@ class ReferenceMuon(ReferenceAdamW):
         for role in dict.fromkeys(roles):
             members = [block for block, r in enumerate(roles) if r == role]
             chosen = torch.isin(ids, torch.tensor(members))
-            out[chosen] = 0.2 * math.sqrt(max(rows[chosen].shape)) * newton_schulz(rows[chosen])
+            found = newton_schulz(rows[chosen])
+            if role.startswith("mlp") and self.options.get("even_neurons", True):
+                found = self.even(f"{name} {role}", found, along=1 if role == "mlp_out" else 0)
+            out[chosen] = 0.2 * math.sqrt(max(found.shape)) * found
         return out.movedim(0, dim)
+
+    def even(self, matrix: str, update: Tensor, along: int) -> Tensor:
+        """Divide by the size that the steps of each neuron have had, as a part of their mean."""
+        beta = self.options["betas"][1]
+        squares = update.square().mean(dim=1 - along, keepdim=True)
+        self.v[matrix] = beta * self.v.get(matrix, 0.0) + (1 - beta) * squares
+        relative = self.v[matrix] / self.v[matrix].mean()
+        return update / relative.clamp(min=0.01).sqrt()
 
 
 # Of each step: the bound of its singular values, and the polynomial. See test_newton_schulz.py.

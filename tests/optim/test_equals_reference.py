@@ -33,6 +33,17 @@ CASES = {
         ReferenceMuon,
         {**ADAM, "momentum": 0.9, "nesterov": False, "second_moment": "block"},
     ),
+    "muon-uneven": (
+        blockopt.BlockMuon,
+        ReferenceMuon,
+        {
+            **ADAM,
+            "momentum": 0.9,
+            "nesterov": True,
+            "even_neurons": False,
+            "second_moment": "coordinate",
+        },
+    ),
 }
 
 
