@@ -362,7 +362,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 if "step" in state:  # where the kernels look for it
                     step, device = state["step"], parameter.device
                     state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
-                state.setdefault("scale", _ones(entry, parameter))
+                like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                if self._new_state(like, entry, group).keys() - state.keys():
+                    self.state[parameter] = {**self._new_state(parameter, entry, group), **state}
+                self.state[parameter].setdefault("scale", _ones(entry, parameter))
         self._refused = RefusedSteps(self.nonfinite_steps)  # an error belonged to the old state
         self._note_scaled()
 
