@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from blockopt.blocks.attention_heads import read_heads
-from blockopt.blocks.known_modules import GATE_WORDS_OF_MLP
+from blockopt.blocks.known_modules import ATTENTION_ROLES, ATTENTION_WORDS, GATE_WORDS_OF_MLP
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, rows_layouts
 from blockopt.blocks.linear_maps import (
     direct_maps,
@@ -36,6 +36,8 @@ def expert_layouts(
     stacks = _stacks(module)
     if len(stacks) < 2:
         return {}
+    if any(ATTENTION_WORDS.keys() & set(words(name)) for name in stacks):
+        return _stacked_attention(module, stacks)
     outs = [n for n in stacks if OUT_WORDS & set(words(n)) or n in OUT_NAMES]
     if len(outs) != 1:
         return {}
@@ -73,6 +75,17 @@ def _experts_of_attention(
         query: Layout(("query",), Split(dim, (query.shape[dim],), (heads,), stack=experts)),
         output: Layout(("output",), Split(3 - dim, (query.shape[dim],), (heads,), stack=experts)),
     }
+
+
+def _stacked_attention(module: nn.Module, stacks: dict[str, Tensor]) -> Layouts:
+    """Queries, keys and values of three dimensions, of which any may number the heads."""
+    found: Layouts = {}
+    for name, stack in stacks.items():
+        letters = "".join(ATTENTION_WORDS.get(word, "") for word in words(name))
+        role = ATTENTION_ROLES[letters[-1]] if letters else "output"
+        reason = f"{type(module).__name__} stores {name} in three dimensions, in an order not told"
+        found[stack] = Ambiguity(reason, Layout((role,)))
+    return found
 
 
 def _stacks(module: nn.Module) -> dict[str, Tensor]:

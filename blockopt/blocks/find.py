@@ -326,6 +326,15 @@ def _unexplained_attention(modules: dict[str, nn.Module], found: Layouts) -> Lay
     return unexplained
 
 
+def _without_role(blocks: Blocks, shape: tuple[int, ...]) -> int:
+    """How many entries of a parameter are `other`."""
+    split = blocks.split
+    if split is None or len(blocks.roles) == 1:
+        return math.prod(shape) if "other" in blocks.roles else 0
+    length = sum(size for role, size in zip(blocks.roles, split.sizes) if role == "other")
+    return math.prod(shape) * length // sum(split.sizes)
+
+
 def _warn_of_others(
     model: nn.Module,
     blocks: Mapping[str, Blocks],
@@ -334,9 +343,10 @@ def _warn_of_others(
     watched: bool,
 ) -> None:
     """Say once for a model that much of it has no role."""
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    others = [n for n, b in blocks.items() if b.roles == ("other",) and n not in chosen]
-    share = sum(sizes[name] for name in others) / max(1, sum(sizes.values()))
+    total = sum(math.prod(shape) for shape in shapes.values())
+    sizes = {n: _without_role(b, shapes[n]) for n, b in blocks.items() if n not in chosen}
+    others = [name for name, size in sizes.items() if size]
+    share = sum(sizes.values()) / max(1, total)
     if share <= MOST_OTHER or model in _warned:
         return
     _warned.add(model)

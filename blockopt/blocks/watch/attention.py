@@ -20,7 +20,7 @@ from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, sto
 # A softmax, or what research code puts in its place; a softmax may also be written out.
 _BETWEEN = ("_softmax", "_safe_softmax", "softmax", "sigmoid", "relu")
 _SUMS = ("add", "sub", "where", "lerp")
-_ROLES = ("query", "key", "value", "gate")
+_ROLES = ("query", "key", "value", "gate", "mlp_gate", "mlp_in")
 
 
 class Operand(NamedTuple):
@@ -45,19 +45,34 @@ class AttentionCall(NamedTuple):
 
 def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[AttentionCall]:
     """All attention of a pass, in order."""
-    calls = []
+    calls: list[AttentionCall] = []
+    stops = dict(maps)  # without those that mix the heads of scores
+    outputs: set[Value] = set()
     for op in graph.ops:
+        if op in stops and _mixes_scores(stops[op], stops, outputs):
+            del stops[op]
         if not op.multiplies_activations or op.is_empty:
             continue
         for weights, values, weights_left in (
             (op.args[-2], op.args[-1], True),
             (op.args[-1], op.args[-2], False),
         ):
-            scores = _scores(weights, maps)
+            scores = _scores(weights, stops)
             if scores:
                 calls.append(_read_call(op, weights, values, weights_left, scores))
+                outputs.update(op.outputs)
                 break
     return calls
+
+
+def _mixes_scores(linear: LinearMap, stops: dict[Op, LinearMap], outputs: set[Value]) -> bool:
+    """Whether a square map takes nothing but scores or attention weights, as of talking heads."""
+    if linear.in_size != linear.out_size:
+        return False
+    made_of = list(walk_back(linear.input, stops))
+    products = [value for value in made_of if value.op and value.op.multiplies_activations]
+    maps = any(value.op in stops for value in made_of)
+    return bool(products) and not maps and outputs.isdisjoint(products)
 
 
 def _scores(weights: Value, maps: dict[Op, LinearMap]) -> list[Value]:
@@ -124,7 +139,7 @@ def label_attention(
         Labels of weights, of their biases, and of output projections.
     """
     weights, biases = ParameterLabels(graph, _ROLES), ParameterLabels(graph, _ROLES)
-    outputs = ParameterLabels(graph, ("output",))
+    outputs = ParameterLabels(graph, ("output", "mlp_out"))
     for number, call in enumerate(calls):
         for role, operand in call.operands:
             made_of = walk_back(operand.value, maps)

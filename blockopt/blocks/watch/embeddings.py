@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
+from blockopt.blocks.watch.forward_graph import PRODUCTS, ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import LinearMap, parameters_of, walk_back, walk_on
 
 
@@ -54,30 +54,43 @@ def _counts(index: Value) -> bool:
     return values.ndim > 0 and values.shape[-1] > 2 and bool((values.diff(dim=-1) == 1).all())
 
 
-def added_by_position(graph: ForwardGraph) -> list[Tensor]:
-    """Weights of two or more dimensions that are added to activations."""
-    found: dict[Tensor, None] = {}
+def added_by_position(graph: ForwardGraph) -> dict[Tensor, str]:
+    """Weights of two or more dimensions that are added to activations, with their role.
+
+    What also enters a linear map by itself is no position, but a token, as in a Perceiver.
+    """
+    tokens = {
+        parameter
+        for op in graph.ops
+        if op.name in PRODUCTS and not op.activations
+        for parameter in parameters_of(op.args[-2 if "mm" in op.name else 0], graph)
+    }
+    found: dict[Tensor, str] = {}
     for op in graph.ops:
         if op.name != "add" or not op.activations:
             continue
         for value in op.inputs:
             if value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
                 parameters = parameters_of(value, graph)
-                found |= dict.fromkeys(p for p in parameters if p.ndim > 1)
-    return list(found)
+                for parameter in parameters:
+                    if parameter.ndim > 1:
+                        found[parameter] = "embedding" if parameter in tokens else "position"
+    return found
 
 
-def put_before_tokens(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Tensor]:
-    """Weights that are concatenated with activations, and not directly used as keys or values."""
-    found: dict[Tensor, None] = {}
+def put_before_tokens(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> dict[Tensor, str]:
+    """Weights that are concatenated with activations: tokens, or keys and values like `bias_k`."""
+    found: dict[Tensor, str] = {}
     for op in graph.ops:
         weights = [value for value in op.inputs if value.kind == "weight"]
         if op.name != "cat" or not weights or not op.activations:
             continue
-        if not any(after.multiplies_activations for after in walk_on(op.outputs[0], maps)):
-            for value in weights:
-                found |= dict.fromkeys(parameters_of(value, graph))
-    return list(found)
+        entered = [after for after in walk_on(op.outputs[0], maps) if after not in maps]
+        is_key = any(after.multiplies_activations for after in entered)
+        for value in weights:
+            for parameter in parameters_of(value, graph):
+                found.setdefault(parameter, "bias" if is_key else "embedding")
+    return found
 
 
 def from_inputs(maps: dict[Op, LinearMap]) -> list[LinearMap]:

@@ -55,7 +55,7 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         back_to_width = all(into.in_size == out.out_size for into in found)
         fits = back_to_width and _is_added(out, maps) and _is_per_token(out, found)
         if fits and not any(_enters_elsewhere(into, out, maps) for into in found):
-            result.append(FeedForward(list(_with_roles(out, found, maps)), out))
+            result.append(FeedForward(list(with_roles(out, found, maps)), out))
     return result
 
 
@@ -114,18 +114,19 @@ def _enters_elsewhere(into: LinearMap, out: LinearMap, maps: dict[Op, LinearMap]
     side = Side(into.output.tensor, tuple(axis for axis, _ in into.out_axes))
     products = [op for op in walk_on(into.output, maps) if op in maps or op.multiplies_activations]
     entered = {value.tensor for op in products for value in op.activations}
-    units = {tensor: _reached(side, tensor, Side(tensor, ()).signs()) for tensor in entered}
+    units = {tensor: reached_units(side, tensor, Side(tensor, ()).signs()) for tensor in entered}
     inside = units.pop(out.input.tensor)
     return any(bool((other & ~inside).any()) for other in units.values())
 
 
-def _with_roles(
+def with_roles(
     out: LinearMap, found: list[LinearMap], maps: dict[Op, LinearMap]
 ) -> Iterator[tuple[LinearMap, list[str]]]:
+    """Yield each map into hidden units of `out`, with the role of every unit."""
     sides = [Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in found]
     roles = [["mlp_in"] * m.out_size for m in found]
     for factors in _multiplied(out, maps):
-        reached = [[_reached(side, *factor) for side in sides] for factor, _ in factors]
+        reached = [[reached_units(side, *factor) for side in sides] for factor, _ in factors]
         first, second = (torch.cat([r.flatten() for r in half]) for half in reached)
         if bool((first & second).any()) or not bool(first.any()) or not bool(second.any()):
             continue  # an activation function times its own argument, or a factor from elsewhere
@@ -149,7 +150,7 @@ def _multiplied(out: LinearMap, maps: dict[Op, LinearMap]) -> Iterator[list[tupl
             continue
         if op.name == "mul" and len(op.activations) == 2:
             yield [
-                ((v.tensor, Side(v.tensor, ()).signs()), _is_activated(v, maps))
+                ((v.tensor, Side(v.tensor, ()).signs()), is_activated(v, maps))
                 for v in op.activations
             ]
         elif op.name == "glu":  # the second half enters a sigmoid
@@ -162,11 +163,12 @@ def _multiplied(out: LinearMap, maps: dict[Op, LinearMap]) -> Iterator[list[tupl
             yield [((tensor, halves[0]), False), ((tensor, halves[1]), True)]
 
 
-def _is_activated(value: Value, maps: dict[Op, LinearMap]) -> bool:
+def is_activated(value: Value, maps: dict[Op, LinearMap]) -> bool:
+    """Whether an activation function is between linear maps and a value."""
     return any(v.op and v.op not in maps and _is_nonlinear(v.op) for v in walk_back(value, maps))
 
 
-def _reached(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
+def reached_units(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
     """Which units of a linear map reach a factor."""
     sizes = side.size(pull(tensor, side.tensor, cotangent), side.axes)
     return sizes > 1e-6 * sizes.max()

@@ -27,6 +27,7 @@ from blockopt.blocks.watch.linear_maps import (
 )
 from blockopt.blocks.watch.low_rank import label_factors
 from blockopt.blocks.watch.norms import norm_parameters
+from blockopt.blocks.watch.parallel_mlps import label_parallel_mlps
 from blockopt.blocks.watch.storage_order import row_layout
 
 
@@ -48,6 +49,7 @@ def layouts_of_pass(
         calls = attention_calls(graph, maps)
         _check_calls(calls)
         weights, biases, outputs = label_attention(graph, maps, calls)
+        label_parallel_mlps(maps, weights, outputs, per_row)
         factors = label_factors(graph, maps, weights.layouts(), weights)
         made, taking = factors | weights.layouts(), outputs.layouts()
         attention: Layouts = {
@@ -110,10 +112,11 @@ def _ends(
         for linear in embeddings.logits(maps):
             if linear not in taken:
                 found |= _row_layouts(linear, ["head"] * linear.out_size, graph, per_row)
-        found |= {p: Layout(("position",), None) for p in embeddings.added_by_position(graph)}
-        found |= {
-            p: Layout(("embedding",), None) for p in embeddings.put_before_tokens(graph, maps)
-        }
+        for roles in (
+            embeddings.added_by_position(graph),
+            embeddings.put_before_tokens(graph, maps),
+        ):
+            found |= {parameter: Layout((role,), None) for parameter, role in roles.items()}
     for table, role in embeddings.looked_up(graph, maps).items():
         if table.ndim == 2:
             found[table] = row_layout([role] * table.shape[0], 0, per_row)

@@ -20,7 +20,7 @@ _DEPTH = 4  # steps between a statistic and the weight that follows: square root
 
 
 def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
-    """Parameters of one dimension that scale or shift what was divided by its own statistics."""
+    """Parameters that scale or shift, as vectors, what was divided by its own statistics."""
     found: dict[Tensor, None] = {}
     for op in graph.ops:
         weights = [value for value in op.inputs if value.kind == "weight"]
@@ -30,12 +30,20 @@ def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
         if op.name in _NORMS or is_scale:
             for value in (*weights, *(_shifts(op) if is_scale else ())):
                 parameters = parameters_of(value, graph)
-                found |= dict.fromkeys(p for p in parameters if sum(n > 1 for n in p.shape) <= 1)
+                found |= dict.fromkeys(
+                    p for p in parameters if _is_vector(p) or _is_vector(value.tensor)
+                )
     return list(found)
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return sum(size > 1 for size in tensor.shape) <= 1
 
 
 def _is_normalized(value: Value, depth: int) -> bool:
     op = value.op
+    if op is not None and op.name in _NORMS:
+        return True
     if op is None or depth == 0 or op.name not in (*VIEWS, "mul", "div", "sub", "add"):
         return False
     if op.name in ("mul", "div") and any(_is_statistic(v, _DEPTH) for v in op.activations[-2:]):

@@ -40,9 +40,12 @@ class ParameterLabels:
         self._sets: dict[Tensor, dict[int, list[set[Fed]]]] = {}
         self._mixed: dict[Tensor, set[int]] = {}
         self._stacks: set[Tensor] = set()
+        self._units: dict[Value, dict[tuple[int, ...], frozenset[Fed]]] = {}
 
     def add(self, weight: Value, axes: tuple[int, ...], labels: UnitLabels) -> None:
         """Add the labels of the units of a weight, which its `axes` number."""
+        units = self._units.setdefault(weight, {})
+        units.update({unit: units.get(unit, frozenset()) | fed for unit, fed in labels.items()})
         for parameter in parameters_of(weight, self._graph):
             by_dim = self._sets.setdefault(
                 parameter, {d: [set() for _ in range(n)] for d, n in enumerate(parameter.shape)}
@@ -57,6 +60,10 @@ class ParameterLabels:
                     by_dim.pop(dim, None)
                 elif dim in by_dim and not _spread(along, labels, by_dim[dim]):
                     mixed.add(dim)
+
+    def units_of(self, weight: Value) -> UnitLabels:
+        """The labels of the units of a weight, none if it has no labels."""
+        return self._units.get(weight, {})
 
     def layouts(self) -> Layouts:
         """The layout of every parameter that has labels, an `Ambiguity` if they have no order."""

@@ -1,0 +1,75 @@
+"""MLPs beside attention that share a linear map with it, into both or out of both.
+
+PaLM and the larger vision transformers make queries, keys, values and hidden units by one map, and
+add up what comes out of both by another. What attention leaves free of such maps is the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from blockopt.blocks.watch.feed_forward import is_activated, reached_units, with_roles
+from blockopt.blocks.watch.forward_graph import Op
+from blockopt.blocks.watch.linear_maps import LinearMap, walk_back
+from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels
+from blockopt.blocks.watch.probes import Side
+
+
+def label_parallel_mlps(
+    maps: dict[Op, LinearMap],
+    weights: ParameterLabels,
+    outputs: ParameterLabels,
+    per_row: Collection[str],
+) -> None:
+    """Add labels of hidden units to maps of which a part serves attention.
+
+    Args:
+        maps: The linear maps of the pass.
+        weights: Labels of the outputs of maps; takes those of hidden units.
+        outputs: Labels of the inputs of maps that take what attention returns; takes the others.
+        per_row: The roles that are cut into rows.
+    """
+    for out in maps.values():
+        labels = outputs.units_of(out.weight)
+        free = {unit for unit, fed in labels.items() if not fed}
+        if not free or len(free) == len(labels) or not is_activated(out.input, maps):
+            continue
+        for into, roles in _hidden(out, free, maps, weights):
+            known = weights.units_of(into.weight)
+            made = {
+                unit: frozenset({Fed(role, -2, unit if role in per_row else None)})
+                for unit, role in roles.items()
+            }
+            taken = dict.fromkeys(known, frozenset[Fed]())
+            weights.add(into.weight, tuple(axis for _, axis in into.out_axes), taken | made)
+        entering = frozenset({Fed("mlp_out", -2, None)})
+        added = {unit: entering if unit in free else frozenset[Fed]() for unit in labels}
+        outputs.add(out.weight, tuple(axis for _, axis in out.in_axes), added)
+
+
+Unit = tuple[int, ...]
+
+
+def _hidden(
+    out: LinearMap, free: set[Unit], maps: dict[Op, LinearMap], weights: ParameterLabels
+) -> list[tuple[LinearMap, dict[Unit, str]]]:
+    """The maps that make the free inputs of `out`, each with the role of its hidden units."""
+    entering = Side(out.input.tensor, tuple(axis for axis, _ in out.in_axes))
+    mask = torch.zeros([entering.tensor.shape[axis] for axis in entering.axes], dtype=torch.bool)
+    for unit in free:
+        mask[unit] = True
+    shape = [n if a in entering.axes else 1 for a, n in enumerate(entering.tensor.shape)]
+    cotangent = entering.signs() * mask.reshape(shape).to(entering.tensor)
+    made_by = dict.fromkeys(maps[v.op] for v in walk_back(out.input, maps) if v.op in maps)
+    sides = {m: Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in made_by}
+    feeds = {m: reached_units(side, entering.tensor, cotangent) for m, side in sides.items()}
+    found = [m for m in made_by if bool(feeds[m].any())]
+    hidden = []
+    for into, names in with_roles(out, found, maps):
+        known = weights.units_of(into.weight)
+        units = [tuple(unit) for unit in torch.ones_like(feeds[into]).nonzero().tolist()]
+        roles = {u: role for u, role in zip(units, names) if not known.get(u)}
+        hidden.append((into, roles))
+    return hidden

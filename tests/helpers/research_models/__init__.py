@@ -1,0 +1,44 @@
+"""Hand-written models in the many styles of research code, and the blocks that each should have.
+
+`RESEARCH[name]` is `(build, example, expected)`: no name in these models tells what a weight does,
+and most would be refused without a forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.helpers.research_models import attention_kinds as kinds
+from tests.helpers.research_models import layers, storage
+from tests.helpers.research_models.layers import Letters
+from tests.helpers.research_models.parts import D, H, features, image, memory, tokens
+
+__all__ = ["RESEARCH", "D", "H", "Letters", "research_model", "tokens"]
+
+RESEARCH = {
+    "letters": (layers.Letters, tokens, layers.LETTERS),
+    "einsum": (storage.Einsum, tokens, storage.EINSUM),
+    "matrices": (storage.Matrices, features, storage.MATRICES),
+    "head-by-head": (storage.HeadByHead, features, storage.HEAD_BY_HEAD),
+    "stacked-heads": (storage.StackedHeads, features, storage.STACKED_HEADS),
+    "interleaved": (storage.Interleaved, features, storage.INTERLEAVED),
+    "heads-last": (storage.HeadsLast, features, storage.HEADS_LAST),
+    "rotary-grouped": (kinds.RotaryGrouped, features, kinds.ROTARY_GROUPED),
+    "columns": (storage.Columns, lambda: features()[0].T, storage.COLUMNS),
+    "cross-attending": (kinds.CrossAttending, memory, kinds.CROSS_ATTENDING),
+    "convolutions": (layers.Convolutions, image, layers.CONVOLUTIONS),
+    "parametrized": (kinds.Parametrized, features, kinds.PARAMETRIZED),
+    "multi-query": (kinds.MultiQuery, features, kinds.MULTI_QUERY),
+    "latent": (kinds.Latent, features, kinds.LATENT),
+    "gated": (kinds.Gated, features, kinds.GATED),
+    "convolved": (kinds.Convolved, features, kinds.CONVOLVED),
+    "experts": (layers.Experts, features, layers.EXPERTS),
+}
+
+
+def research_model(name: str) -> nn.Module:
+    """The seeded model of that name, in training mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return RESEARCH[name][0]()
