@@ -231,6 +231,8 @@ class BlockOptimizerHooks(OptimizerHooks[BlockOptimizer]):
         if refused != self._refused and not self._in_step:
             self.num_steps -= refused - self._refused
             self._before = None
+            if self.slopes is not None:
+                self.slopes.take_back()
         self._refused = refused
 
     def _check(self) -> None:

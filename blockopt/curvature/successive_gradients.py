@@ -58,6 +58,7 @@ class SlopesAlongUpdates:
         self._blocks: dict[str, Blocks] = {}
         self.sums: Slopes = {}
         self.number = 0
+        self._before_last_step = self.sums, self.number
         self.end_window()
 
     @property
@@ -83,6 +84,7 @@ class SlopesAlongUpdates:
         blocks: Callable[[], Mapping[str, Blocks]],
     ) -> None:
         """Take the slopes along the update at hand, or take the step's update at hand."""
+        self._before_last_step = self.sums, self.number
         if self._update:
             self._take_slopes(parameters())
         elif self._before:
@@ -95,6 +97,15 @@ class SlopesAlongUpdates:
                 if name in self._blocks
             }
         self._before = {}
+
+    def take_back(self) -> None:
+        """Undo what the last step has left here: the optimizer turned out to have refused it.
+
+        All ranks refuse a step alike, but a gradient that is not finite may be on one of them only.
+        They must go on with the same windows, since they measure after the same one.
+        """
+        self.sums, self.number = self._before_last_step
+        self.end_window()
 
     def _find_groups(self, blocks: Mapping[str, Blocks]) -> None:
         labels, groups = block_groups(blocks, self._by)
@@ -125,15 +136,17 @@ class SlopesAlongUpdates:
             return
         self._slopes.append(total)
         if len(self._slopes) == LAGS:
+            sums = dict(self.sums)
             for label, slopes in zip(self._labels, torch.stack(self._slopes, dim=1).tolist()):
-                old = self.sums.get(str(label), [0.0] * LAGS)
-                self.sums[str(label)] = [a + b for a, b in zip(old, slopes)]
-            self.number += 1
+                old = sums.get(str(label), [0.0] * LAGS)
+                sums[str(label)] = [a + b for a, b in zip(old, slopes)]
+            self.sums, self.number = sums, self.number + 1
             self.end_window()
 
     def take(self) -> Slopes:
         """Return the sums, and start them anew."""
         sums, self.sums, self.number = self.sums, {}, 0
+        self._before_last_step = self.sums, self.number
         return sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,6 +157,7 @@ class SlopesAlongUpdates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.sums, self.number = dict(state["sums"]), state["number"]
+        self._before_last_step = self.sums, self.number
         self.end_window()
 
 

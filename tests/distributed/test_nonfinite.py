@@ -30,6 +30,27 @@ def replicas_skip_together(rank):
             assert_equal_on_ranks(p.detach())
 
 
+def replicas_forget_a_skipped_step_alike(rank):
+    """Its gradient is broken on rank 1 and would end a window of slopes, on rank 0 complete it."""
+    warnings.simplefilter("ignore")
+    for broken in range(5, 9):  # the update at hand, and the three gradients that follow it
+        model = DistributedDataParallel(tiny_gpt())
+        optimizer = OPTIMIZERS["adamw"](blockopt.param_groups(model), nonfinite="skip")
+        block_lr = blockopt.BlockLR(optimizer, model, curvature="successive_gradients", every=1)
+        for step in range(1, 16):
+            optimizer.zero_grad()
+            token_loss(model, seed=2 * step + rank).backward()
+            if step == broken and rank == 1:
+                next(model.parameters()).grad[0] = float("nan")
+            optimizer.step()
+            block_lr.step()
+        assert block_lr.num_steps == 14
+        saved = block_lr.state_dict()["slopes"]
+        sums = torch.tensor([[saved["number"]] * 3, *saved["sums"].values()])
+        assert saved["number"] > 0
+        assert_equal_on_ranks(sums)
+
+
 def a_rank_without_gradients_takes_part(rank):
     """Rank 1 has nothing to do in this step, and must still hear that rank 0 refuses."""
     warnings.simplefilter("ignore")
@@ -74,6 +95,7 @@ def skipping_is_agreed_across_replicas_of_shards(rank):
 def test_two_ranks_decide_alike():
     run_on_two_ranks(
         replicas_skip_together,
+        replicas_forget_a_skipped_step_alike,
         a_rank_without_gradients_takes_part,
         shards_on_two_meshes_refuse_together,
         skipping_is_agreed_across_replicas_of_shards,
