@@ -124,19 +124,14 @@ def _fused_update(
 def _fused_entrywise_update(
     entries: Sequence[Entry], columns: Columns, group: dict[str, Any], found_inf: Tensor | None
 ) -> None:
-    """The kernel works on scratch, which becomes the step to be scaled entry by entry.
-
-    A decay of 1 makes zeros of what the last chunk left there. That needs finite numbers; where
-    they are not known to be, the scratch is cleared instead.
-    """
+    """The kernel works on cleared scratch, which becomes the step to be scaled entry by entry."""
     scales = spread(entries, [entry.state["scale"] for entry in entries])
     rates = [scale * -group["lr"] for scale in scales]
-    finite = group["nonfinite"] != "ignore" and found_inf is None
     scratch = Scratch()
     for chunk in in_chunks(*columns, rates):
         for ps, gs, ms, vs, ts, rs in by_dtype(*chunk):
-            updates = scratch.left_over(ps) if finite else scratch.zeros(ps)
-            _fused_adamw([updates, gs, ms, vs, ts], group, 1.0, float(finite), found_inf)
+            updates = scratch.zeros(ps)
+            _fused_adamw([updates, gs, ms, vs, ts], group, 1.0, 0.0, found_inf)
             torch._foreach_mul_(updates, rs)
             subtract_and_decay(ps, updates, group, found_inf)
 

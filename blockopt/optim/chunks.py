@@ -59,17 +59,11 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def left_over(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what was left there, at first zeros, as tensors of one dtype and device."""
+    def zeros(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return zeros for tensors of one dtype and device."""
         needed = sum(t.numel() for t in like)
         memory = self._memory.get(like[0].dtype)
         if memory is None or memory.numel() < needed:
-            memory = self._memory[like[0].dtype] = like[0].new_zeros(needed)
-        pieces = memory[:needed].split([t.numel() for t in like])
+            memory = self._memory[like[0].dtype] = like[0].new_empty(needed)
+        pieces = memory[:needed].zero_().split([t.numel() for t in like])
         return [piece.view(t.shape) for piece, t in zip(pieces, like)]
-
-    def zeros(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The same, cleared."""
-        pieces = self.left_over(like)
-        torch._foreach_zero_(pieces)
-        return pieces

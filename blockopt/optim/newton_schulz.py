@@ -12,6 +12,8 @@ On a CPU symmetric products, two thirds of the work, are computed by one triangl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -69,11 +71,13 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     steps = [COEFFICIENTS[max(0, index)] for index in range(known - iterations, known)]
     square: Tensor | None
     x, gram, square = _normalize(matrices, bound=steps[0][0])
+    spare = torch.empty_like(x)  # fresh memory for every step would be slow
     at_once = STEPS_ON_GRAM if max(rows, columns) > LONG * min(rows, columns) else 1
     for first in range(0, iterations, at_once):
         if first > 0:
             gram, square = _gram(x), None
-        x = _take_steps(x, gram, square, [step[1:] for step in steps[first : first + at_once]])
+        chosen = [step[1:] for step in steps[first : first + at_once]]
+        x, spare = _take_steps(x, gram, square, chosen, spare), x
     return x
 
 
@@ -106,9 +110,9 @@ def _normalize(x: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _take_steps(
-    x: Tensor, gram: Tensor, square: Tensor | None, steps: list[tuple[float, ...]]
+    x: Tensor, gram: Tensor, square: Tensor | None, steps: Sequence[tuple[float, ...]], out: Tensor
 ) -> Tensor:
-    """Take steps X ← p(G) X with p(G) = a + b G + c G², all but the last on G alone.
+    """Take steps X ← p(G) X with p(G) = a + b G + c G², all but the last on G alone, into `out`.
 
     G ← p(G) G p(G) follows X, and the product of the p(G) is applied to X in the end.
     """
@@ -125,8 +129,8 @@ def _take_steps(
     a, b, c = steps[-1]
     higher = _higher_terms(gram, square, b, c)
     if factor is None:
-        return _times(higher, x, plus=a)
-    return _times(symmetric_product(higher, factor, plus=factor, beta=a), x)
+        return _times(higher, x, out, plus=a)
+    return _times(symmetric_product(higher, factor, plus=factor, beta=a), x, out)
 
 
 def _higher_terms(gram: Tensor, square: Tensor | None, b: float, c: float) -> Tensor:
@@ -143,7 +147,9 @@ def _gram(x: Tensor) -> Tensor:
     return symmetric_product(x.mT, x)
 
 
-def _times(factor: Tensor, x: Tensor, plus: float = 0.0) -> Tensor:
-    """(F + plus) X, or X (F + plus) for the other Gram matrix."""
+def _times(factor: Tensor, x: Tensor, out: Tensor, plus: float = 0.0) -> Tensor:
+    """(F + plus) X, or X (F + plus) for the other Gram matrix, written to `out`."""
     left, right = (factor, x) if x.shape[1] <= x.shape[2] else (x, factor)
-    return torch.baddbmm(x, left, right, beta=plus) if plus else torch.bmm(left, right)
+    if plus:
+        return torch.baddbmm(x, left, right, beta=plus, out=out)
+    return torch.bmm(left, right, out=out)
