@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.block_lr import defaults
+from blockopt.block_lr.failed_refreshes import FailedRefreshes
 from blockopt.block_lr.history import History, Refresh, ScaleTable
 from blockopt.block_lr.optimizer_hooks import hooks_for
 from blockopt.block_lr.saved_state import from_text, to_text
@@ -27,13 +27,12 @@ from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, s
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request, SlopesAlongUpdates
 from blockopt.distributed import is_sharded, mean_over_ranks, together
-from blockopt.errors import NonFiniteError, NotPositiveError, may_pass
+from blockopt.errors import NonFiniteError, may_pass
 from blockopt.measure.closures import Losses, agreed
 from blockopt.no_trace import preserved_state
 from blockopt.optim import unwrapped_name
 
 CurvatureFunction = Callable[[nn.Module, Any], Mapping[str, Tensor]]
-FAILURES_IN_A_ROW = 3
 
 
 class BlockLR:
@@ -106,7 +105,6 @@ class BlockLR:
     Attributes:
         history: Curvature and scale of each group of blocks at each refresh; for `by="head"` of
             each role in each parameter.
-        failures: How many refreshes have failed.
 
     Raises:
         ValueError: If an option is out of range, the optimizer has a parameter that the model
@@ -166,9 +164,7 @@ class BlockLR:
         self._options = ScaleOptions(power, bounds, by)
         self._options.check()
         self.history = History()
-        self.failures = 0
-        self._failures_in_a_row = 0
-        self._not_positive_in_a_row = 0
+        self._failed = FailedRefreshes()
         self._served = 0  # the last due step that was followed by a refresh
         self._smoothing = Smoothing(beta)
         self._log_scales: dict[str, Tensor] = {}  # as applied
@@ -181,6 +177,11 @@ class BlockLR:
             save=lambda: to_text(self.state_dict()),
             load=lambda text: self.load_state_dict(from_text(text)),
         )
+
+    @property
+    def failures(self) -> int:
+        """How many refreshes have failed."""
+        return self._failed.count
 
     @property
     def num_steps(self) -> int:
@@ -265,13 +266,14 @@ class BlockLR:
                 raise
             # Its frames hold the graph of the loss: maybe all of the memory.
             traceback.clear_frames(error.__traceback__)
-            self._fail(error)
+            self._failed.note(error, self.num_steps)
             return
-        self._failures_in_a_row = self._not_positive_in_a_row = 0
+        self._failed.end()
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         numel = {name: block_numel(shapes[name], b.split).double() for name, b in blocks.items()}
         self._smoothing.add({name: scale.double().log() for name, scale in scales.items()})
-        logs = _centred({name: self._smoothing.logs()[name] for name in blocks}, numel)
+        smoothed = self._smoothing.logs()
+        logs = _centred({name: smoothed[name] for name in blocks}, numel)
         self._apply(self._hooks.applicable(logs, numel))
         self._record(curvature, blocks, numel)
 
@@ -325,35 +327,6 @@ class BlockLR:
         refresh = Refresh(self.num_steps, dict(zip(groups, pooled)), dict(zip(groups, scales)))
         self.history.append(refresh)
 
-    def _fail(self, error: Exception) -> None:
-        """Keep the scales for now; warn the first time it matters, and raise if it does not end."""
-        self.failures += 1
-        if isinstance(error, NotPositiveError):
-            self._not_positive_in_a_row += 1
-            if self._not_positive_in_a_row == 2:  # one is common at the start, and says nothing
-                warnings.warn(
-                    f"No block had a positive curvature at the last two refreshes (step "
-                    f"{self.num_steps}), so the block learning rates stay as they are. If that "
-                    "goes on, measure on a larger batch, or pass curvature='gauss_newton', which "
-                    "is never negative.",
-                    stacklevel=4,
-                )
-            return
-        self._failures_in_a_row += 1
-        cause = f"{type(error).__name__}: {error}"
-        if self._failures_in_a_row >= FAILURES_IN_A_ROW:
-            raise RuntimeError(
-                f"{self._failures_in_a_row} refreshes of the block learning rates in a row have "
-                f"failed, the last after step {self.num_steps}. {cause}"
-            ) from error
-        if self.failures == 1:
-            warnings.warn(
-                f"The refresh of the block learning rates after step {self.num_steps} has failed, "
-                f"and they stay as they are. {cause} Later failures are counted in "
-                f"block_lr.failures without a warning; {FAILURES_IN_A_ROW} in a row raise.",
-                stacklevel=4,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings and tensors, which `torch.load(weights_only=True)` takes.
 
@@ -364,8 +337,8 @@ class BlockLR:
         return {
             "num_steps": self.num_steps,
             "served": self._served,
-            "failures": self.failures,
-            "failures_in_a_row": self._failures_in_a_row,
+            "failures": self._failed.count,
+            "failures_in_a_row": self._failed.in_a_row,
             "log_scales": logs,
             "smoothing": smoothing,
             "slopes": None if self._hooks.slopes is None else self._hooks.slopes.state_dict(),
@@ -396,8 +369,7 @@ class BlockLR:
                 )
             loaded[names[saved]] = logs.clone()
         self._hooks.num_steps, self._served = state_dict["num_steps"], state_dict["served"]
-        self.failures = state_dict["failures"]
-        self._failures_in_a_row = state_dict["failures_in_a_row"]
+        self._failed = FailedRefreshes(state_dict["failures"], state_dict["failures_in_a_row"])
         self._log_scales = loaded
         smoothing = state_dict["smoothing"].items()
         self._smoothing.load_state_dict({names[name]: entry for name, entry in smoothing})
