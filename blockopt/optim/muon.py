@@ -16,6 +16,7 @@ from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.entry import Entry, Work, norms_to_check
 from blockopt.optim.finite_gradients import flag_on
 from blockopt.optim.groups import blocks_of, names_of
+from blockopt.optim.input_directions import new_input_state
 from blockopt.optim.matrix_sections import is_hidden_matrix
 from blockopt.optim.muon_on_ranks import take_steps
 from blockopt.optim.muon_step import Waiting
@@ -39,10 +40,12 @@ class BlockMuon(BlockOptimizer):
         - \eta\, s_b\, 0.2 \sqrt{\max(A, B)}\; \mathrm{orthogonalize}(m)
 
     The factor gives the update the root mean square that AdamW's has, so that one learning rate
-    serves both. In an MLP every neuron then gets a step of the same size (`neuron_steps.py`).
-    Embeddings, norms, biases, the head and all other parameters take the step of `BlockAdamW`.
+    serves both. Before the orthogonalization, the dominant directions of each matrix's input are
+    damped, as Newton's step would damp them (`input_directions.py`); after it, all neurons of an
+    MLP get steps of the same size (`neuron_steps.py`). Embeddings, norms, biases, the head and all
+    other parameters take the step of `BlockAdamW`.
 
-    With `even_neurons=False`, on unsplit matrices with all scales 1 this is `torch.optim.Muon` with
+    With `precondition=False`, on unsplit matrices with all scales 1 this is `torch.optim.Muon` with
     `adjust_lr_fn="match_rms_adamw"`, except for the iteration: torch takes five steps, each with
     the same coefficients, which bring singular values from 0.16 % of their root of squares up to
     [0.68, 1.2]. The four steps here, each with its own, bring those from 0.31 % of about the
@@ -66,9 +69,10 @@ class BlockMuon(BlockOptimizer):
         nesterov: Look ahead by one step of momentum.
         iterations: Number of steps of the iteration. With 3 there are 0.8 of the products, and
             singular values below 1.2 % of the largest stay below 0.7; with 5, 0.08 %.
-        even_neurons: Give every neuron of an MLP a step of the same size.
+        precondition: Damp dominant inputs before the orthogonalization and even out the neurons of
+            MLPs after it; False is plain Muon.
         betas: Decay rates of the two moments of AdamW, for the other parameters; the second is also
-            that of the sizes of the neurons' steps.
+            that of what `precondition` keeps.
         eps: Added to the root of their second moment.
         second_moment: Theirs, `"whitened"`, `"coordinate"` or `"block"`, see `BlockAdamW`.
         maximize: Ascend instead of descend.
@@ -105,7 +109,7 @@ class BlockMuon(BlockOptimizer):
         *,
         nesterov: bool = True,
         iterations: int = 4,
-        even_neurons: bool = True,
+        precondition: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         second_moment: str = "whitened",
@@ -119,7 +123,7 @@ class BlockMuon(BlockOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "iterations": iterations,
-            "even_neurons": even_neurons,
+            "precondition": precondition,
             "betas": betas,
             "eps": eps,
             "second_moment": second_moment,
@@ -178,8 +182,13 @@ class BlockMuon(BlockOptimizer):
     ) -> dict[str, Any]:
         if is_hidden_matrix(parameter, blocks):
             buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            neurons = new_neuron_state(parameter, blocks) if group["even_neurons"] else {}
-            return {"momentum_buffer": buffer, **neurons}
+            if not group["precondition"]:
+                return {"momentum_buffer": buffer}
+            inputs, neurons = (
+                new_input_state(parameter, blocks),
+                new_neuron_state(parameter, blocks),
+            )
+            return {"momentum_buffer": buffer, **inputs, **neurons}
         return new_adamw_state(parameter, blocks, group)
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:

@@ -23,7 +23,7 @@ from blockopt.optim.muon_step import (
     in_batches,
     orthogonalized_into,
     pieces,
-    start_step,
+    start_steps,
 )
 from blockopt.optim.newton_schulz import iteration_dtype, orthogonalization_flops
 
@@ -32,6 +32,7 @@ from blockopt.optim.newton_schulz import iteration_dtype, orthogonalization_flop
 # while its network brings a byte is about 4000. So smaller ones are faster to compute than to send.
 DIVIDED_FROM = 512
 
+Member = tuple[Waiting, MatrixStep | None]  # with its step, if that has begun
 Updates = list[tuple[MatrixStep, Tensor]]  # the own part of each
 
 
@@ -44,39 +45,46 @@ def take_steps(waiting: list[Waiting], replicas: Any = None) -> None:
     """
     if replicas is not None or any(is_sharded(w.entry.parameter) for w in waiting):
         waiting = _divided(waiting, replicas)
-    in_batches(piece for member in waiting for piece in pieces(start_step(member)))
+    in_batches(piece for member in waiting for piece in pieces(*start_steps([member])))
 
 
 @_disable_dynamo
 def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
     """Take the steps of sharded matrices, and return those that each rank takes by itself."""
     alone: list[Waiting] = []
-    at_home: list[Waiting] = []
-    gathered: list[Waiting] = []
-    shared: dict[Any, tuple[Tensor, list[Waiting]]] = {}
-    for member in waiting:
+    at_home: list[MatrixStep] = []
+    gathered: list[MatrixStep] = []
+    shared: dict[Any, tuple[Tensor, list[Member]]] = {}
+    for member, step in _started(waiting):
         entry = member.entry
-        if _is_local(entry):
-            at_home.append(member)
+        if step is not None and _is_local(entry):
+            at_home.append(step)
             continue
         team = _team(entry, replicas)
-        if team is None:
-            gathered.append(member)
-        elif team == Team():
+        if step is not None and team is None:
+            gathered.append(step)
+        elif team is None or team == Team():
             alone.append(member)
         else:
             like = _like(entry.parameter)
             key = (team, like.dtype, like.device)
-            shared.setdefault(key, (like, []))[1].append(member)
+            shared.setdefault(key, (like, []))[1].append((member, step))
     updates: Updates = []  # of neurons that ranks share, which add up their squares at once
     for (team, *_), (like, members) in shared.items():
         updates += _divide_over(team, members, like)
-    for step in map(start_step, gathered):
+    for step in gathered:
         updates += _apply_or_hold(step, gathered_update(step))
     for step, update in _updates_at_home(at_home):
         updates += _apply_or_hold(step, update)
     apply_all(updates)
     return alone
+
+
+def _started(waiting: list[Waiting]) -> list[Member]:
+    """Start the steps of sharded matrices, all at once: their ranks add up vectors."""
+    sharded = [member for member in waiting if is_sharded(member.entry.parameter)]
+    steps = iter(start_steps(sharded))
+    return [(m, next(steps) if is_sharded(m.entry.parameter) else None) for m in waiting]
 
 
 def _apply_or_hold(step: MatrixStep, update: Tensor) -> Updates:
@@ -96,11 +104,11 @@ def _is_local(entry: Entry) -> bool:
     return all(placement.dim == 0 and stacked for _, placement in _cuts(entry.parameter))
 
 
-def _updates_at_home(members: list[Waiting]) -> Updates:
+def _updates_at_home(steps: list[MatrixStep]) -> Updates:
     """The updates of the whole matrices that this rank holds."""
     updates: Updates = []
     found: list[Piece] = []
-    for step in map(start_step, members):
+    for step in steps:
         direction, blocks = local(step.direction), step.entry.blocks
         update = torch.empty_like(direction, dtype=iteration_dtype(direction))
         updates.append((step, update))
@@ -167,13 +175,14 @@ def _flops(shape: tuple[int, ...], member: Waiting) -> int:
     )
 
 
-def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> Updates:
+def _divide_over(team: Team, members: list[Member], like: Tensor) -> Updates:
     """Take the steps of matrices that a team shares; return those that wait for other ranks."""
     steps: dict[int, MatrixStep] = {}
     updates: Updates = []
 
     def part(index: int) -> Tensor:
-        steps[index] = start_step(members[index])
+        member, step = members[index]
+        steps[index] = start_steps([member])[0] if step is None else step
         return local(steps[index].direction).to(like.device, like.dtype)
 
     def work(found: list[tuple[int, Tensor]]) -> list[Tensor]:
@@ -182,7 +191,7 @@ def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> Updates:
             piece
             for (index, whole), result in zip(found, results)
             for piece in orthogonalized_into(
-                result, whole, members[index].entry.blocks, steps[index].iterations
+                result, whole, steps[index].entry.blocks, steps[index].iterations
             )
         )
         return results
@@ -191,5 +200,5 @@ def _divide_over(team: Team, members: list[Waiting], like: Tensor) -> Updates:
         step = steps.pop(index)
         updates.extend(_apply_or_hold(step, update.to(step.entry.parameter.device)))
 
-    divide([_whole(member) for member in members], team, Job(part, work, finish), like)
+    divide([_whole(member) for member, _ in members], team, Job(part, work, finish), like)
     return updates

@@ -1,7 +1,7 @@
-"""The stages of a step of Muon: momentum, direction, orthogonalization, even neurons, update.
+"""The stages of a step of Muon: momentum, damping, orthogonalization, even neurons, update.
 
-All but the orthogonalization go entry by entry, on whatever part of a parameter a rank holds; to
-even out neurons, ranks add up one number per neuron. The orthogonalization needs whole matrices.
+All but the orthogonalization work on whatever part of a parameter a rank holds, and add up short
+vectors over ranks. The orthogonalization needs whole matrices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from blockopt.blocks import Blocks, expand
 from blockopt.distributed import full, is_sharded, local, local_part, sums_over_ranks
 from blockopt.optim.entry import Entry
 from blockopt.optim.finite_gradients import keep_if, put_back, share_kept
+from blockopt.optim.input_directions import Damped, damp_inputs
 from blockopt.optim.matrix_sections import (
     Section,
     block_sizes,
@@ -84,32 +85,43 @@ class Piece(NamedTuple):
     iterations: int
 
 
-def momentum_direction(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> Tensor:
-    """Update the momentum and return the direction to orthogonalize.
-
-    Where `found_inf` is 1 the momentum takes the place of the gradient, and so stays as it is.
-    """
-    gradient = -entry.gradient if group["maximize"] else entry.gradient
-    buffer: Tensor = entry.state["momentum_buffer"]
-    if found_inf is not None:
-        gradient = gradient.clone()
-        put_back(found_inf, [local(gradient)], [local(buffer)])
-    buffer.lerp_(gradient, 1 - group["momentum"])
-    return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-
-
-def start_step(waiting: Waiting) -> MatrixStep:
-    """What a step does entry by entry, on the own shard, before the orthogonalization.
+def start_steps(members: list[Waiting]) -> list[MatrixStep]:
+    """What steps do before the orthogonalization, on the own shards: momentum and damping.
 
     Where `found_inf` is 1 the step has length 0.
     """
-    entry, group, found_inf = waiting
-    lr = group["lr"]
+    steps: list[MatrixStep] = []
+    damped: list[Damped] = []
+    for entry, group, found_inf in members:
+        gradient = _finite_gradient(entry, group, found_inf)
+        direction = _momentum_direction(entry, gradient, group)
+        if "input_sketch" in entry.state:
+            forget = 1 - group["betas"][1]
+            direction = direction if group["nesterov"] else direction.clone()
+            damped.append(Damped(entry, gradient, direction, forget, found_inf))
+        lr = group["lr"]
+        if found_inf is not None:
+            lr = lr * share_kept(found_inf, entry.parameter.dtype)
+        kept = 1 - lr * group["weight_decay"]
+        steps.append(MatrixStep(entry, direction, lr, kept, group, found_inf))
+    damp_inputs(damped)
+    return steps
+
+
+def _finite_gradient(entry: Entry, group: dict[str, Any], found_inf: Tensor | None) -> Tensor:
+    """The gradient; where `found_inf` is 1, the momentum, which so stays as it is."""
+    gradient = -entry.gradient if group["maximize"] else entry.gradient
     if found_inf is not None:
-        lr = lr * share_kept(found_inf, entry.parameter.dtype)
-    kept = 1 - lr * group["weight_decay"]
-    direction = momentum_direction(entry, group, found_inf)
-    return MatrixStep(entry, direction, lr, kept, group, found_inf)
+        gradient = gradient.clone()
+        put_back(found_inf, [local(gradient)], [local(entry.state["momentum_buffer"])])
+    return gradient
+
+
+def _momentum_direction(entry: Entry, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+    """Update the momentum, and return the direction to orthogonalize."""
+    buffer: Tensor = entry.state["momentum_buffer"]
+    buffer.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
 def pieces(step: MatrixStep) -> Iterator[Piece]:

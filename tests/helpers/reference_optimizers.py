@@ -51,6 +51,7 @@ class Reference(ABC):
         }
         self.m = {name: torch.zeros_like(p) for name, p in self.p.items()}
         self.v = {name: torch.zeros_like(p) for name, p in self.p.items()}
+        self.covariances: dict[str, Tensor] = {}
         self.t = 0
 
     def step(self, gradients: dict[str, Tensor], lr: float) -> None:
@@ -105,15 +106,35 @@ class ReferenceMuon(ReferenceAdamW):
         dim = 0 if blocks.split is None else blocks.split.dim
         ids = block_ids(tuple(g.shape), blocks).movedim(dim, 0)[:, 0]
         rows, out = u.movedim(dim, 0), torch.empty_like(u.movedim(dim, 0))
-        roles = blocks.block_roles
+        rows_of_gradient, roles = g.movedim(dim, 0), blocks.block_roles
+        precondition = self.options.get("precondition", True)
         for role in dict.fromkeys(roles):
             members = [block for block, r in enumerate(roles) if r == role]
             chosen = torch.isin(ids, torch.tensor(members))
-            found = newton_schulz(rows[chosen])
-            if role.startswith("mlp") and self.options.get("even_neurons", True):
+            matrix = rows[chosen]
+            if precondition:
+                inputs_first = role == "output" and blocks.split is not None
+                pair = [x.T if inputs_first else x for x in (matrix, rows_of_gradient[chosen])]
+                matrix = self.damp(f"{name} {role}", *pair)
+                matrix = matrix.T if inputs_first else matrix
+            found = newton_schulz(matrix)
+            if role.startswith("mlp") and precondition:
                 found = self.even(f"{name} {role}", found, along=1 if role == "mlp_out" else 0)
             out[chosen] = 0.2 * math.sqrt(max(found.shape)) * found
         return out.movedim(0, dim)
+
+    def damp(self, matrix: str, direction: Tensor, g: Tensor) -> Tensor:
+        """Multiply by the inverse of the approximation of Nyström, all of it dense."""
+        beta, size = self.options["betas"][1], g.shape[1]
+        probes = torch.randn(size, 8, generator=torch.Generator().manual_seed(0)).double()
+        old = self.covariances.get(matrix, torch.zeros(size, size, dtype=torch.float64))
+        c = self.covariances[matrix] = beta * old + (1 - beta) * g.T @ g
+        c = c / c.trace()
+        core = probes.T @ c @ probes
+        core = core + 1e-4 * core.diagonal().mean() * torch.eye(8, dtype=torch.float64)
+        found = c @ probes @ torch.linalg.inv(core) @ probes.T @ c
+        mu = (max(0.0, 1 - found.trace()) + 0.1) / size
+        return direction @ torch.linalg.inv(found + mu * torch.eye(size, dtype=torch.float64)) * mu
 
     def even(self, matrix: str, update: Tensor, along: int) -> Tensor:
         """Divide by the size that the steps of each neuron have had, as a part of their mean."""

@@ -40,7 +40,7 @@ CASES = {
             **ADAM,
             "momentum": 0.9,
             "nesterov": True,
-            "even_neurons": False,
+            "precondition": False,
             "second_moment": "coordinate",
         },
     ),

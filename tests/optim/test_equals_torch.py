@@ -89,7 +89,7 @@ def test_muon_equals_torch_with_the_same_orthogonalization(nesterov, monkeypatch
     ours, theirs = Matrices(), Matrices()
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
     groups = blockopt.param_groups(ours, weight_decay=0.1)
-    run(ours, blockopt.BlockMuon(groups, even_neurons=False, **options))
+    run(ours, blockopt.BlockMuon(groups, precondition=False, **options))
     run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
         assert (a - b).norm() < 1e-5 * (b - start).norm()
@@ -100,7 +100,7 @@ def test_muon_moves_as_torch_does():
     ours, theirs = Matrices(), Matrices()
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0}
     groups = blockopt.param_groups(ours, weight_decay=0.0)
-    run(ours, blockopt.BlockMuon(groups, even_neurons=False, **options))
+    run(ours, blockopt.BlockMuon(groups, precondition=False, **options))
     run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
         mine, others = (a - start).flatten(), (b - start).flatten()

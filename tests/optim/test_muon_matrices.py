@@ -84,6 +84,8 @@ def test_an_expert_without_tokens():
     other._init_group(other.param_groups[0])
     other.state[alone]["momentum_buffer"].copy_(momentum)
     other.state[alone]["neuron_squares"].copy_(first["neuron_squares"].view(3, 6)[1])
+    for name in ("input_sketch", "input_trace"):
+        other.state[alone][name].copy_(first[name][1:2])
     other.step()
     torch.testing.assert_close(parameter[1].detach(), alone.detach())
     assert parameter.isfinite().all()

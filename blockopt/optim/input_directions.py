@@ -1,0 +1,266 @@
+"""The dominant input directions of hidden matrices, damped before the orthogonalization.
+
+The Hessian block of a linear map `y = W x` is close to `E[x xᵀ] ⊗ (curvature of y)`, and Newton's
+step multiplies the gradient by the inverse of the first factor. Of its eigenvalues few are large:
+that of the mean input alone may hold half of the trace. Gradients are full of noise along these
+directions, and the orthogonalization, which sees one momentum at a time, cannot tell. A sketch of
+the second moment `C` of the gradient's rows `G`, which is `E[x xᵀ]` as the loss weighs it, finds
+them. With a random `Ω` of `d × q` that never changes:
+
+    S ← β₂ S + (1 − β₂) Gᵀ(G Ω)        C ≈ S (ΩᵀS)⁻¹ Sᵀ = B Bᵀ    (the approximation of Nyström)
+    D ← D μ (B Bᵀ + μ)⁻¹ = D − D B (BᵀB + μ)⁻¹ Bᵀ
+
+`D` is the momentum that is then orthogonalized, and `μ` the mean eigenvalue of what `B Bᵀ` leaves
+of `C`, plus `DAMPING` times the mean of all. State: `S` for each matrix and `Ω` for each parameter,
+8 numbers per input each, and the trace of `C`. Ranks that share a parameter add up vectors of this
+size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockopt.blocks import Blocks
+from blockopt.distributed import Reduced, is_sharded, local, sums_over_ranks
+from blockopt.distributed.shards import local_stretches, shard_dims
+from blockopt.optim.block_squares import accumulation_dtype
+from blockopt.optim.entry import Entry
+from blockopt.optim.finite_gradients import keep_if, put_back
+
+PROBES = 8  # columns of Ω
+DAMPING = 0.1
+RIDGE = 1e-4  # of the mean of diag ΩᵀS, so that float32 has a Cholesky factor of it
+
+
+class Damped(NamedTuple):
+    """A direction to damp, beside the gradient that tells how.
+
+    Attributes:
+        entry: The parameter.
+        gradient: Its gradient, known to be finite.
+        direction: What is damped, in place.
+        forget: One minus the decay rate of the sketch.
+        found_inf: Where it is 1 the state may not change. None if that is ruled out.
+    """
+
+    entry: Entry
+    gradient: Tensor
+    direction: Tensor
+    forget: float
+    found_inf: Tensor | None
+
+
+class Maps(NamedTuple):
+    """The dimensions of a parameter that holds linear maps.
+
+    Attributes:
+        stack: The dimension that counts stacked maps, None if there is none.
+        out: The dimension of the outputs, along which fused maps follow one another.
+        inp: The dimension of the inputs.
+    """
+
+    stack: int | None
+    out: int
+    inp: int
+
+
+def maps_of(blocks: Blocks) -> Maps:
+    """Where the inputs and outputs of a hidden matrix are.
+
+    A split runs along the outputs, except in the output projection of attention, whose heads are
+    inputs. An unsplit parameter is taken for that of `nn.Linear`.
+
+    Example:
+        >>> from blockopt.blocks import Split
+        >>> maps_of(Blocks(("output",), split=Split(0, (16,), (2,)))).inp  # a `Conv1D`
+        0
+    """
+    split = blocks.split
+    if split is None:
+        return Maps(None, 0, 1)
+    stack, first = (0, 1) if split.stack > 1 else (None, 0)
+    other = 2 * first + 1 - split.dim
+    if "output" in blocks.roles:
+        return Maps(stack, other, split.dim)
+    return Maps(stack, split.dim, other)
+
+
+def num_fused(blocks: Blocks) -> int:
+    """How many maps of the same inputs are fused, such as query, key and value."""
+    split = blocks.split
+    return 1 if split is None or "output" in blocks.roles else len(split.sizes)
+
+
+def new_input_state(parameter: Tensor, blocks: Blocks) -> dict[str, Tensor]:
+    """The state before the first step."""
+    maps, number, device = maps_of(blocks), num_fused(blocks), parameter.device
+    stack = 1 if maps.stack is None else parameter.shape[maps.stack]
+    inputs = parameter.numel() // max(1, stack * parameter.shape[maps.out])
+    dtype = accumulation_dtype(parameter)
+    probes = torch.empty(inputs, PROBES, dtype=dtype, device=device)
+    probes.copy_(torch.randn(inputs, PROBES, generator=torch.Generator().manual_seed(0)))
+    sketch = torch.zeros(stack, inputs, number * PROBES, dtype=dtype, device=device)
+    trace = torch.zeros(stack, number, dtype=dtype, device=device)
+    return {"input_probes": probes, "input_sketch": sketch, "input_trace": trace}
+
+
+def damp_inputs(chosen: list[Damped]) -> None:
+    """Update the sketches of parameters, and damp the dominant inputs in their directions."""
+    parts = [OwnPart(damped.entry) for damped in chosen]
+    probes = [d.entry.state["input_probes"].repeat(1, p.number) for d, p in zip(chosen, parts)]
+    gradients = [part.as_maps(damped.gradient) for part, damped in zip(parts, chosen)]
+    _add_to_sketches(chosen, parts, gradients, _products(parts, gradients, probes))
+    found = [dominant_inputs(damped.entry.state) for damped in chosen]
+    directions = [part.as_maps(damped.direction) for part, damped in zip(parts, chosen)]
+    shares = _products(parts, directions, [basis for basis, _ in found])
+    for damped, part, share, (_, dual) in zip(chosen, parts, shares, found):
+        local(damped.direction).sub_(part.as_stored(share @ part.own_inputs(dual).mT))
+
+
+def dominant_inputs(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`B` and `B (BᵀB + μ)⁻¹`, of (stack, inputs, fused maps · columns) both.
+
+    Everything is relative to the trace, so that no unit under- or overflows.
+    """
+    probes, sketch, trace = (state[f"input_{name}"] for name in ("probes", "sketch", "trace"))
+    tiny = torch.finfo(trace.dtype).tiny
+    sketch = sketch.unflatten(2, (-1, PROBES)).transpose(1, 2)  # (stack, fused, inputs, columns)
+    sketch = sketch / trace.clamp_min(tiny)[:, :, None, None]
+    core = probes.mT @ sketch
+    ridge = RIDGE * core.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(RIDGE)
+    basis = torch.linalg.solve_triangular(
+        _cholesky((core + core.mT) / 2, ridge), sketch.mT, upper=False
+    ).mT
+    gram = basis.mT @ basis
+    captured = gram.diagonal(dim1=2, dim2=3).sum(dim=2)
+    rest = ((1 - captured).clamp_min(0) + DAMPING) / len(probes)
+    dual = torch.cholesky_solve(basis.mT, _cholesky(gram, rest)).mT
+    return basis.transpose(1, 2).flatten(2), dual.transpose(1, 2).flatten(2)
+
+
+def _cholesky(matrices: Tensor, plus: Tensor) -> Tensor:
+    """The Cholesky factors of matrices with a number added to the diagonal of each."""
+    diagonal = plus[:, :, None] * torch.ones_like(matrices[0, 0, 0])
+    factors: Tensor = torch.linalg.cholesky_ex(matrices + torch.diag_embed(diagonal))[0]
+    return factors
+
+
+def _add_to_sketches(
+    chosen: list[Damped], parts: list[OwnPart], gradients: list[Tensor], probed: list[Tensor]
+) -> None:
+    """`S ← β₂ S + (1 − β₂) Gᵀ(G Ω)`, and the same for the trace of `GᵀG`."""
+    sums: list[Reduced] = []
+    for part, gradient, products in zip(parts, gradients, probed):
+        squares = gradient.square().sum(dim=2, keepdim=True).repeat(1, 1, part.number)
+        sums.append(part.reduced(gradient.mT @ products, part.maps.inp))
+        sums.append(part.reduced(part.masked(squares).sum(dim=1)))
+    new = iter(sums_over_ranks(sums))
+    for damped in chosen:
+        states = [damped.entry.state[name] for name in ("input_sketch", "input_trace")]
+        kept = keep_if(damped.found_inf, states)
+        for state in states:
+            state.lerp_(next(new).view_as(state), damped.forget)
+        put_back(damped.found_inf, states, kept)
+
+
+def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+    """Products of maps with matrices of (inputs, columns), for the outputs that a rank holds.
+
+    Ranks that hold different inputs of the same outputs add up.
+    """
+    found = [
+        part.masked(some @ part.own_inputs(matrix))
+        for part, some, matrix in zip(parts, maps, matrices)
+    ]
+    cut = [index for index, part in enumerate(parts) if part.inputs_are_cut]
+    sums = sums_over_ranks([parts[i].reduced(found[i], parts[i].maps.out) for i in cut])
+    for index, whole in zip(cut, sums):
+        found[index] = parts[index].own_outputs(whole.view(-1, found[index].shape[2]))
+    return found
+
+
+class OwnPart:
+    """The part of a parameter that this rank holds, as maps of (stack, outputs, inputs)."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.parameter, self.maps = entry.parameter, maps_of(entry.blocks)
+        self.number = num_fused(entry.blocks)
+        self._wide = accumulation_dtype(self.parameter)
+        self._mask = self._members(entry.blocks) if self.number > 1 else None
+
+    def _members(self, blocks: Blocks) -> Tensor:
+        """Which of the fused maps each output belongs to: 0 or 1, of (outputs, fused maps)."""
+        split = blocks.split
+        assert split is not None
+        device, kind = self.parameter.device, self._wide
+        numbers = torch.cat(
+            [
+                torch.full((size,), index, dtype=kind, device=device)
+                for index, size in enumerate(split.sizes)
+            ]
+        )
+        kinds = torch.cat(
+            [torch.full((1,), i, dtype=kind, device=device) for i in range(self.number)]
+        )
+        return self._own(
+            (numbers[:, None] == kinds).to(kind).repeat(split.repeat, 1), [self.maps.out]
+        )
+
+    @property
+    def inputs_are_cut(self) -> bool:
+        """Whether other ranks hold other inputs."""
+        return is_sharded(self.parameter) and any(
+            placement.dim == self.maps.inp for _, placement in shard_dims(self.parameter)
+        )
+
+    def as_maps(self, tensor: Tensor) -> Tensor:
+        """The own part of a tensor that is laid out as the parameter is."""
+        part, (stack, out, inp) = local(tensor).to(self._wide), self.maps
+        if stack is None:
+            return part.movedim((out, inp), (0, 1)).flatten(1)[None]
+        return part.movedim((out, inp), (1, 2))
+
+    def as_stored(self, maps: Tensor) -> Tensor:
+        """The way back."""
+        (stack, out, inp), shape = self.maps, list(local(self.parameter).shape)
+        dtype = self.parameter.dtype
+        if stack is not None:
+            return maps.movedim((1, 2), (out, inp)).to(dtype)
+        moved = maps[0].reshape(shape[out], shape[inp], *shape[2:])
+        return moved.movedim((0, 1), (out, inp)).to(dtype)
+
+    def masked(self, columns: Tensor) -> Tensor:
+        """Of (stack, outputs, fused maps · columns) what belongs to the map of each output."""
+        if self._mask is None:
+            return columns
+        apart: Tensor = columns.unflatten(2, (self.number, -1))
+        return (apart * self._mask[:, :, None]).flatten(2)
+
+    def own_inputs(self, whole: Tensor) -> Tensor:
+        """The rows of (inputs, columns) or (stack, inputs, columns) that this rank holds."""
+        stack, _, inp = self.maps
+        return self._own(whole, [inp] if whole.ndim == 2 else [stack, inp])
+
+    def own_outputs(self, whole: Tensor) -> Tensor:
+        """Those of (stack · outputs, columns), as (stack, outputs, columns)."""
+        stack, out, _ = self.maps
+        outputs = self.parameter.shape[out]
+        return self._own(whole.view(-1, outputs, whole.shape[1]), [stack, out])
+
+    def reduced(self, part: Tensor, dim: int | None = None) -> Reduced:
+        """Sums of (stack, …) or (stack, what `dim` counts, …), to be added up over ranks."""
+        stack = self.maps.stack
+        dims = tuple(d for d in (stack, dim) if d is not None)
+        return Reduced(part[0] if stack is None else part, self.parameter, dims)
+
+    def _own(self, whole: Tensor, dims: list[int | None]) -> Tensor:
+        if not is_sharded(self.parameter):
+            return whole
+        for axis, dim in enumerate(dims):
+            if dim is not None:
+                stretches = local_stretches(self.parameter, dim) or [(0, 0)]  # an empty shard
+                whole = torch.cat([whole.narrow(axis, a, b - a) for a, b in stretches], axis)
+        return whole
