@@ -24,6 +24,16 @@ FUSED = Blocks(("query", "key", "value"), split=Split(0, (10, 10, 10), (2, 2, 2)
 UNEVEN = {
     "fused": ((30, 10), FUSED, torch.float64),
     "output": ((10, 10), Blocks(("output",), split=Split(1, (10,), (2,))), torch.float64),
+    "input first": (
+        (10, 30),
+        FUSED._replace(split=Split(1, (10, 10, 10), (2, 2, 2))),
+        torch.float64,
+    ),
+    "interleaved": (
+        (18, 10),
+        FUSED._replace(split=Split(0, (2, 2, 2), (1, 1, 1), repeat=3)),
+        torch.float64,
+    ),
     "few rows": ((2, 6), Blocks(("mlp_in",)), torch.float64),
     "long": ((7, 34), Blocks(("mlp_out",)), torch.float32),
     "tall": ((34, 7), Blocks(("mlp_in",), split=Split(0, (34,), (34,))), torch.float32),
@@ -99,7 +109,9 @@ def every_layout_equals_the_undivided_step(rank):
     start = start_of(UNEVEN)
     # Matrices one by one, so that bits do not depend on who shares a batch; many buckets.
     with changed(muon_step, CPU_BATCH=1), changed(divided_work, BUCKET=200):
-        expected = take_steps(start, blocks, lambda t: t.clone())
+        plain = {"precondition": False}
+        expected = take_steps(start, blocks, lambda t: t.clone(), **plain)
+        preconditioned = take_steps(start, blocks, lambda t: t.clone())
         layouts = {
             "FSDP2": placed(flat, [Shard(0)]),
             "columns": placed(flat, [Shard(1)]),
@@ -109,11 +121,18 @@ def every_layout_equals_the_undivided_step(rank):
             "replicated": placed(grid, [Replicate(), Replicate()]),
         }
         for layout, place in layouts.items():
-            found = take_steps(start, blocks, place)
+            found = take_steps(start, blocks, place, **plain)
             for name, value in expected.items():
                 assert torch.equal(found[name], value), (layout, name)
+            found = take_steps(start, blocks, place)  # ranks add up in another order
+            for name, value in preconditioned.items():
+                assert (value - expected[name]).norm() > 1e-3 * value.norm(), name
+                limit = 1e-11 if value.dtype == torch.float64 else 1e-3
+                error = float((found[name] - value).norm() / value.norm())
+                assert error < limit, (layout, name, error)
         with changed(muon_on_ranks, DIVIDED_FROM=1):
-            found = take_steps(start, blocks, lambda t: t.clone(), replicas=dist.group.WORLD)
+            options = {"replicas": dist.group.WORLD, **plain}
+            found = take_steps(start, blocks, lambda t: t.clone(), **options)
         for name, value in expected.items():
             assert torch.equal(found[name], value), ("DDP", name)
             assert_equal_on_ranks(found[name])
@@ -160,12 +179,16 @@ def layers(depth, width):
 
 
 def traffic_and_work_are_the_least(rank):
-    """Within 1.1 of the formulas in the docstring of `divided_work`."""
+    """Within 1.1 of the formulas in the docstring of `divided_work`, for plain Muon.
+
+    What preconditioning adds are short vectors, and work that every rank does on its own part.
+    """
     cases = layers(depth=4, width=16)
     blocks, start = [b for _, b, _ in cases.values()], start_of(cases)
     total = STEPS * sum(p.numel() for p in start.values())
+    plain = {"precondition": False}
     with FlopCounterMode(display=False) as all_of_it:
-        take_steps(start, blocks, lambda t: t.clone())
+        take_steps(start, blocks, lambda t: t.clone(), **plain)
     flat, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
     ways = [
         (1, 4, placed(flat, [Shard(0)]), {}),
@@ -178,7 +201,7 @@ def traffic_and_work_are_the_least(rank):
             Traffic() as traffic,
             FlopCounterMode(display=False) as mine,
         ):
-            take_steps(start, blocks, place, **options)
+            take_steps(start, blocks, place, **options, **plain)
         ranks = replicas * shards
         entries = 2 * total / ranks * (1 - 1 / shards) + total / shards * (1 - 1 / replicas)
         width = torch.empty((), dtype=muon_on_ranks.iteration_dtype(start["0.in"])).element_size()
