@@ -1,6 +1,7 @@
 """Blocks from one forward pass: hand-written models, every known family, no trace."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from blockopt import BlockAdamW, Blocks, Split, find_blocks, param_groups
-from blockopt.blocks import ROW_ROLES
+from blockopt.blocks import ROW_ROLES, UnknownBlocksError
 from blockopt.blocks.layouts import Layout
 from blockopt.blocks.watch import layouts_of_pass, reconcile
 from tests.helpers.models import FAMILIES, loss_of
@@ -19,6 +20,20 @@ from tests.helpers.research_models import RESEARCH, D, H, Letters, research_mode
 def test_a_research_model_is_understood(name):
     _, example, expected = RESEARCH[name]
     assert find_blocks(research_model(name), example=example()) == expected
+
+
+@pytest.mark.parametrize("name", RESEARCH)
+def test_names_alone_are_right_or_refuse_or_say_that_they_do_not_know(name):
+    expected = RESEARCH[name][2]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            found = find_blocks(research_model(name))
+        except UnknownBlocksError:
+            return
+    if not any("no role in a transformer" in str(w.message) for w in warned):
+        told = {n for n, b in found.items() if b.roles[0] not in ("bias", "norm", "other")}
+        assert {n: found[n] for n in told} == {n: expected[n] for n in told}
 
 
 # What names tell and a pass does not: what is no part of a transformer, or no linear map.

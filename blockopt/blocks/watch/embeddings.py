@@ -57,7 +57,8 @@ def _counts(index: Value) -> bool:
 def added_by_position(graph: ForwardGraph) -> dict[Tensor, str]:
     """Weights of two or more dimensions that are added to activations, with their role.
 
-    What also enters a linear map by itself is no position, but a token, as in a Perceiver.
+    What also enters a linear map by itself is no position, but a token, as in a Perceiver. What is
+    added to a product with a weight of its shape is the shift to that scale.
     """
     tokens = {
         parameter
@@ -70,12 +71,26 @@ def added_by_position(graph: ForwardGraph) -> dict[Tensor, str]:
         if op.name != "add" or not op.activations:
             continue
         for value in op.inputs:
-            if value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
+            if (scale := _scale_before(op, value)) is not None:
+                found |= dict.fromkeys(parameters_of(value, graph), "bias")
+                found |= dict.fromkeys(parameters_of(scale, graph), "norm")
+            elif value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
                 parameters = parameters_of(value, graph)
                 for parameter in parameters:
                     if parameter.ndim > 1:
                         found[parameter] = "embedding" if parameter in tokens else "position"
     return found
+
+
+def _scale_before(add: Op, shift: Value) -> Value | None:
+    """The weight by which an activation was multiplied to which one of the same shape is added."""
+    before = next((value.op for value in add.activations), None)
+    if shift.kind != "weight" or before is None or before.name != "mul":
+        return None
+    return next(
+        (v for v in before.inputs if v.kind == "weight" and v.tensor.shape == shift.tensor.shape),
+        None,
+    )
 
 
 def put_before_tokens(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> dict[Tensor, str]:

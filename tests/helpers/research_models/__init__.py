@@ -34,6 +34,22 @@ RESEARCH = {
     "gated": (kinds.Gated, features, kinds.GATED),
     "convolved": (kinds.Convolved, features, kinds.CONVOLVED),
     "experts": (layers.Experts, features, layers.EXPERTS),
+    "scanned": (storage.Scanned, features, storage.SCANNED),
+    "mapped": (storage.Mapped, features, storage.MAPPED),
+    "differential": (kinds.Differential, features, kinds.DIFFERENTIAL),
+    "talking-heads": (kinds.TalkingHeads, features, kinds.TALKING_HEADS),
+    "complex-rotary": (kinds.ComplexRotary, features, kinds.COMPLEX_ROTARY),
+    "sliding-window": (kinds.SlidingWindow, features, kinds.SLIDING_WINDOW),
+    "gated-unit": (kinds.GatedUnit, features, kinds.GATED_UNIT),
+    "learned-keys": (kinds.LearnedKeys, features, kinds.LEARNED_KEYS),
+    "parallel": (layers.Parallel, features, layers.PARALLEL),
+    "parallel-in-one": (layers.ParallelInOne, features, layers.PARALLEL_IN_ONE),
+    "one-output": (layers.OneOutput, features, layers.ONE_OUTPUT),
+    "universal": (layers.Universal, tokens, layers.UNIVERSAL),
+    "depths": (layers.Depths, features, layers.DEPTHS),
+    "normalized": (layers.Normalized, tokens, layers.NORMALIZED),
+    "latents": (layers.Latents, lambda: features()[..., :7], layers.LATENTS),
+    "patches": (layers.Patches, image, layers.PATCHES),
 }
 
 

@@ -15,6 +15,8 @@ from tests.helpers.research_models.parts import (
     H,
     T,
     by_head,
+    causal,
+    matrix,
     norm,
     with_bias,
 )
@@ -202,4 +204,160 @@ CONVOLVED = {
     "z.weight": by_head("output", dim=1),
     "mixing.weight": whole("other"),
     "mixing.bias": whole("bias"),
+}
+
+
+def in_heads(x: Tensor, heads: int = H) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+FUSED = cut(0, query=(D, H), key=(D, H), value=(D, H))
+
+
+class Differential(nn.Module):
+    """The difference of two attentions, and a norm of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 2 * D, bias=False), nn.Linear(D, 2 * D, bias=False)
+        self.c, self.d = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.much, self.g = nn.Parameter(torch.tensor(0.3)), nn.RMSNorm(DH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = in_heads(self.a(x), 2 * H), in_heads(self.b(x), 2 * H), in_heads(self.c(x))
+        p = causal(q @ k.mT / DH**0.5).softmax(dim=-1).view(B, H, 2, T, T)
+        y = self.g((p[:, :, 0] - self.much * p[:, :, 1]) @ v)
+        return x + self.d(y.transpose(1, 2).flatten(2))
+
+
+DIFFERENTIAL = {
+    "a.weight": by_head("query", size=2 * D, heads=2 * H),
+    "b.weight": by_head("key", size=2 * D, heads=2 * H),
+    "c.weight": by_head("value"),
+    "d.weight": by_head("output", dim=1),
+    "much": whole("other"),
+    "g.weight": whole("norm"),
+}
+
+
+class TalkingHeads(nn.Module):
+    """Heads that are mixed before and after the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.z = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.before, self.after = matrix(H, H), matrix(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (in_heads(y) for y in self.m(x).chunk(3, dim=-1))
+        scores = torch.einsum("bhts,hg->bgts", q @ k.mT, self.before)
+        p = torch.einsum("bhts,hg->bgts", causal(scores).softmax(dim=-1), self.after)
+        return x + self.z((p @ v).transpose(1, 2).flatten(2))
+
+
+TALKING_HEADS = {
+    "m.weight": FUSED,
+    "z.weight": by_head("output", dim=1),
+    "before": whole("other"),
+    "after": whole("other"),
+}
+
+
+class ComplexRotary(nn.Module):
+    """Positions as rotations by complex numbers, and two keys for three queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.j = nn.Linear(D, D + 4 * DH, bias=False), nn.Linear(D, D, bias=False)
+
+    def turn(self, x: Tensor) -> Tensor:  # (B, heads, T, DH)
+        angles = torch.outer(torch.arange(T).float(), torch.tensor([1.0, 0.1]))
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.i(x).split([D, 2 * DH, 2 * DH], dim=-1)
+        q, k, v = self.turn(in_heads(q)), self.turn(in_heads(k, 2)), in_heads(v, 2)
+        k, v = (y[:, [0, 0, 1]] for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.j(y.transpose(1, 2).flatten(2))
+
+
+COMPLEX_ROTARY = {
+    "i.weight": cut(0, query=(D, 3), key=(2 * DH, 2), value=(2 * DH, 2)),
+    "j.weight": by_head("output", dim=1),
+}
+
+
+class SlidingWindow(nn.Module):
+    """Each token sees three, by `unfold` and einsum, with a bias for every distance and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.o = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.near = nn.Embedding(3, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (in_heads(y) for y in self.w(x).chunk(3, dim=-1))
+        k, v = (F.pad(y, (0, 0, 2, 0)).unfold(2, 3, 1) for y in (k, v))  # (B, H, T, DH, 3)
+        bias = self.near(torch.arange(3)).T.unsqueeze(1)  # (H, 1, 3)
+        p = (torch.einsum("bhtd,bhtdw->bhtw", q, k) + bias).softmax(dim=-1)
+        y = torch.einsum("bhtw,bhtdw->bhtd", p, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+SLIDING_WINDOW = {
+    "w.weight": FUSED,
+    "o.weight": by_head("output", dim=1),
+    "near.weight": rows("position", 3),
+}
+
+
+class GatedUnit(nn.Module):
+    """One head of squared rectified scores; queries and keys are one map, scaled and shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.p, self.o = nn.LayerNorm(D), nn.Linear(D, 46), nn.Linear(HIDDEN, D)
+        self.stretch, self.move = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, v, both = F.silu(self.p(self.n(x))).split([HIDDEN, HIDDEN, 6], dim=-1)
+        q, k = (both.unsqueeze(2) * self.stretch + self.move).unbind(2)
+        return x + self.o(gate * (F.relu(q @ k.mT).square() @ v))
+
+
+GATED_UNIT = {
+    **norm("n"),
+    **with_bias("p", cut(0, gate=(HIDDEN, 1), value=(HIDDEN, 1), query=(6, 1))),
+    **with_bias("o", by_head("output", dim=1, size=HIDDEN, heads=1), whole_bias=True),
+    "stretch": whole("norm"),
+    "move": whole("bias"),
+}
+
+
+class LearnedKeys(nn.Module):
+    """A learned key and value before those of tokens, unit queries and keys, a learned scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(D, D, bias=False), nn.Linear(D, 2 * DH, bias=False)
+        self.none, self.h = matrix(2, DH), nn.Linear(D, D, bias=False)
+        self.sharp = nn.Parameter(torch.tensor(8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = in_heads(self.f(x)), self.g(x).chunk(2, dim=-1)
+        k, v = (torch.cat([n.expand(B, 1, DH), y], dim=1) for n, y in zip(self.none, (k, v)))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        p = (torch.einsum("bhid,bjd->bhij", q, k) * self.sharp).softmax(dim=-1)
+        y = torch.einsum("bhij,bjd->bhid", p, v)
+        return x + self.h(y.transpose(1, 2).flatten(2))
+
+
+LEARNED_KEYS = {
+    "f.weight": by_head("query"),
+    "g.weight": cut(0, key=(DH, 1), value=(DH, 1)),
+    "h.weight": by_head("output", dim=1),
+    "none": whole("bias"),
+    "sharp": whole("other"),
 }

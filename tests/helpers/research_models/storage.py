@@ -211,3 +211,58 @@ COLUMNS = {
     "R": by_head("value", heads=1),
     "S": by_head("output", dim=1, heads=1),
 }
+
+
+class Scanned(nn.Module):
+    """Weights of all layers in one parameter each, and a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.O, self.G = (
+            matrix(3, D, 3 * D),
+            matrix(3, D, D),
+            nn.Parameter(torch.ones(3, D)),
+        )
+        self.U, self.E = matrix(3, D, HIDDEN), matrix(3, HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w, o, g, u, e in zip(self.W, self.O, self.G, self.U, self.E):
+            y = F.layer_norm(x, (D,)) * g
+            q, k, v = (y @ w).view(B, T, 3, H, DH).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + y.transpose(1, 2).flatten(2) @ o
+            x = x + F.gelu(x @ u) @ e
+        return x
+
+
+def in_stack(blocks: Blocks) -> Blocks:
+    return blocks._replace(split=blocks.split._replace(stack=3))
+
+
+SCANNED = {
+    "W": in_stack(cut(2, query=(D, H), key=(D, H), value=(D, H))),
+    "O": in_stack(by_head("output", dim=1)),
+    "G": whole("norm"),
+    "U": in_stack(rows("mlp_in", HIDDEN, dim=2)),
+    "E": in_stack(rows("mlp_out", D, dim=2)),
+}
+
+
+class Mapped(nn.Module):
+    """One head, mapped over the weights of all heads by `torch.func.vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.four = (
+            *(matrix(H, D, DH) for _ in range(3)),
+            matrix(H, DH, D),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        def head(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+            return ((x @ q) @ (x @ k).mT).softmax(dim=-1) @ (x @ v) @ o
+
+        return x + torch.func.vmap(head)(self.one, self.two, self.three, self.four).sum(dim=0)
+
+
+MAPPED = {**STACKED_HEADS, "four": stack_of_heads("output", DH)}
