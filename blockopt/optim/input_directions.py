@@ -154,9 +154,9 @@ def _add_to_sketches(
     """`S ← β₂ S + (1 − β₂) Gᵀ(G Ω)`, and the same for the trace of `GᵀG`."""
     sums: list[Reduced] = []
     for part, gradient, products in zip(parts, gradients, probed):
-        squares = gradient.square().sum(dim=2, keepdim=True).repeat(1, 1, part.number)
+        squares = torch.linalg.vector_norm(gradient, dim=2, keepdim=True).square()
         sums.append(part.reduced(gradient.mT @ products, part.maps.inp))
-        sums.append(part.reduced(part.masked(squares).sum(dim=1)))
+        sums.append(part.reduced(part.masked(squares.repeat(1, 1, part.number)).sum(dim=1)))
     new = iter(sums_over_ranks(sums))
     for damped in chosen:
         states = [damped.entry.state[name] for name in ("input_sketch", "input_trace")]
