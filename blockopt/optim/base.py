@@ -13,6 +13,7 @@ from torch import Tensor
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
 from blockopt.distributed import placed_like
+from blockopt.optim.checkpoints import check_checkpoint, complete_states
 from blockopt.optim.entry import Entry, Work, by_device, norms_to_check
 from blockopt.optim.finite_gradients import can_read_at_once, flag_on, found_nonfinite
 from blockopt.optim.groups import Shapes, blocks_of, names_of, refuse_flattened, shapes_of
@@ -159,8 +160,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 check_supported(parameter)
                 if self._needs_shapes(group):
                     self._refuse_flattened(group, type(self).__name__)
-                state = self._new_state(parameter, blocks, group)
-                self.state[parameter] = {**state, "scale": _ones(blocks, parameter)}
+                self.state[parameter] = self._new_state_with_scale(parameter, blocks, group)
 
     def _refuse_flattened(self, group: dict[str, Any], what: str) -> None:
         for known, shapes in zip(self.param_groups, self._shapes):
@@ -346,68 +346,25 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             for hook in hooks:
                 hook.remove()
 
+    def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        name = type(self).__name__
+        check_checkpoint(state_dict, self.param_groups, self._new_state_with_scale, name)
+        return state_dict
+
     def _complete(self, loaded: dict[str, Any], blocks: list[Any]) -> None:
         """Fill in what the checkpoint lacks, and give states back the dtype they were saved in."""
-        for group, known, saved in zip(self.param_groups, blocks, loaded["param_groups"]):
+        for group, known in zip(self.param_groups, blocks):
             for key, default in {**self.defaults, "blocks": known}.items():
                 group.setdefault(key, default)
-            for index, parameter, entry in zip(saved["params"], group["params"], blocks_of(group)):
-                if index not in loaded["state"]:
-                    continue
-                state = self.state[parameter]
-                for key, value in loaded["state"][index].items():
-                    cast = isinstance(value, Tensor) and value.dtype != state[key].dtype
-                    if cast and key != "step":
-                        state[key] = value.to(device=parameter.device, copy=True)
-                if "step" in state:  # where the kernels look for it
-                    step, device = state["step"], parameter.device
-                    state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
-                like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                if self._new_state(like, entry, group).keys() - state.keys():
-                    self.state[parameter] = {**self._new_state(parameter, entry, group), **state}
-                self.state[parameter].setdefault("scale", _ones(entry, parameter))
+        complete_states(self.state, loaded, self.param_groups, self._new_state_with_scale)
         self._refused = RefusedSteps(self.nonfinite_steps)  # an error belonged to the old state
         self._note_scaled()
 
-    def _check_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint, or raise `ValueError` for a state that does not fit.
-
-        A fused kernel would read beyond the end of one that is too small.
-        """
-        sizes = [[len(g["params"]) for g in d["param_groups"]] for d in (vars(self), state_dict)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"The checkpoint has groups of {sizes[1]} parameters, and this optimizer of "
-                f"{sizes[0]}. If it is of the same model, load it with optimizer.load_state_dict("
-                "blockopt.regroup_state_dict(checkpoint, optimizer, model))."
-            )
-        for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
-            kinds = [g.get("second_moment", "coordinate") for g in (saved, mine)]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"The checkpoint is of second_moment={kinds[0]!r}, and this optimizer has "
-                    f"{kinds[1]!r}. Build it with that of the checkpoint."
-                )
-            group = {**mine, **saved, "params": mine["params"]}
-            rows = zip(saved["params"], names_of(mine), mine["params"], blocks_of(group))
-            for index, name, parameter, blocks in rows:
-                like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                expected = self._new_state(like, blocks, group) | {"scale": _ones(blocks, like)}
-                for key, value in state_dict["state"].get(index, {}).items():
-                    if value is None:
-                        continue
-                    if key not in expected:
-                        raise ValueError(
-                            f"The checkpoint has a state {key!r} for {name!r}, which "
-                            f"{type(self).__name__} does not know."
-                        )
-                    if isinstance(value, Tensor) and value.shape != expected[key].shape:
-                        raise ValueError(
-                            f"The checkpoint's {key!r} of {name!r} has shape {tuple(value.shape)}. "
-                            f"Must be {tuple(expected[key].shape)} for the options it was saved "
-                            "with."
-                        )
-        return state_dict
+    def _new_state_with_scale(
+        self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
+    ) -> dict[str, Any]:
+        scale = _ones(blocks, parameter)
+        return {**self._new_state(parameter, blocks, group), "scale": scale}
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
