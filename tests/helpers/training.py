@@ -23,6 +23,12 @@ def flags(output: Path, cache: Path, *more: str | float) -> list[str]:
     return " ".join(map(str, words)).split()
 
 
+def sized(arguments: list[str], *more: str | float) -> list[str]:
+    """Return the flags without the sizes of our GPT-2, for models of transformers."""
+    first = arguments.index("--width")
+    return [*arguments[:first], *arguments[first + 6 :], *" ".join(map(str, more)).split()]
+
+
 def forget(partial: bool = True) -> None:
     """Accelerate keeps its state in classes: a second run in a process must start without it."""
     AcceleratorState._reset_state(reset_partial_state=partial)
@@ -42,4 +48,4 @@ def run(argv: list[str], partial: bool = True) -> Path:
     return arguments.output / "log.jsonl"
 
 
-__all__ = ["OURS", "die", "flags", "forget", "in_child", "losses_of", "read_log", "run"]
+__all__ = ["OURS", "die", "flags", "forget", "in_child", "losses_of", "read_log", "run", "sized"]

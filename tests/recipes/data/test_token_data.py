@@ -22,11 +22,6 @@ END = "<|endoftext|>"
 pytestmark = pytest.mark.usefixtures("own_folders")
 
 
-@pytest.fixture
-def cache(tmp_path):
-    return tmp_path / "cache"
-
-
 def poems(number, offset=0):
     """Different short documents, with letters outside ASCII, line breaks and leading blanks."""
     return [

@@ -11,11 +11,6 @@ from recipes.training.arguments import parse
 from tests.helpers.training import flags, forget, read_log, run
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def exported_loss(arguments):
     """Of the exported model, on the batches of the evaluation."""
     forget()

@@ -21,11 +21,6 @@ OPTIONS = f"--steps {STEPS} --checkpoint-every 3 --curvature newton --curvature-
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
     """The log of a run of each kind that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")

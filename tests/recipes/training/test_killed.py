@@ -17,6 +17,7 @@ from tests.helpers import ROOT
 from tests.helpers.faulty_ranks import at, send
 from tests.helpers.training import OURS, die, flags, forget, in_child, losses_of, read_log, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 9
 RUNS = {
     **{name: name for name in OURS},
@@ -27,19 +28,6 @@ RUNS = {
     "schedulefree": "schedulefree",
     "accumulated": "block-adamw --accumulate 2 --schedule wsd",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 def options(name, output, cache, *more):

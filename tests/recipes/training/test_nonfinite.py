@@ -15,11 +15,6 @@ from recipes.training.nonfinite import nonfinite_blocks
 from tests.helpers.training import flags, losses_of, read_log, run
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def broken(patch, step, name, index):
     """From a step on, the gradient of one entry is not a number."""
     backward = train.Run.backward
