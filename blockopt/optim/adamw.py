@@ -16,6 +16,9 @@ from blockopt.optim.entry import Entry, Work
 from blockopt.optim.whitened_table import new_table_state
 
 SECOND_MOMENTS = ("coordinate", "block", "whitened")
+# Whitened tables take steps of this many learning rates. They bear the step that Muon's matrices
+# do, whose best learning rate is three times that of AdamW's.
+TABLE_STEP = 3.0
 
 
 class BlockAdamW(BlockOptimizer):
@@ -26,12 +29,13 @@ class BlockAdamW(BlockOptimizer):
 
     .. math:: p \leftarrow p - \eta\lambda p - \eta\, s_b\, \hat m / (\sqrt{\hat v} + \epsilon)
 
-    With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With `"block"`,
-    :math:`v` is one number per block, the running mean of :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the
-    idea of Adam-mini, on the blocks of `find_blocks`), which halves the memory of the state. With
-    `"whitened"`, embeddings and heads have one number per row and a matrix for their columns (see
-    `blockopt/optim/whitened_table.py`), and all else has :math:`v` per coordinate. Weight decay
-    uses the unscaled learning rate.
+    With `second_moment="coordinate"` and all scales 1 this is `torch.optim.AdamW`. With
+    `"whitened"`, embeddings and heads have one number per row and a matrix for their columns, which
+    whitens their steps (see `blockopt/optim/whitened_table.py`), three times as long as the
+    learning rate says; all else has :math:`v` per coordinate. With `"block"` too tables are
+    whitened, and all else has as :math:`v` one number per block, the running mean of
+    :math:`\|g_b\|^2 / \mathrm{dim}\, b` (the idea of Adam-mini, on the blocks of `find_blocks`):
+    that halves the memory of the state. Weight decay uses the unscaled learning rate.
 
     Args:
         params: What `param_groups(model)` returns; for `second_moment="coordinate"` also anything
@@ -115,7 +119,8 @@ class BlockAdamW(BlockOptimizer):
         group: dict[str, Any],
         found_inf: Tensor | None,
     ) -> None:
-        adamw_update(entries, magnitudes, group, self._scaled_step(), found_inf)
+        scaled = self._scaled_step()
+        adamw_update(entries, magnitudes, group, scaled, found_inf, TABLE_STEP)
 
 
 def check_adamw_options(group: dict[str, Any]) -> None:

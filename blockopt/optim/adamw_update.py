@@ -30,7 +30,7 @@ Columns = Sequence[list[Tensor]]
 
 def is_whitened(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> bool:
     """Whether a parameter takes the step of a table."""
-    return group["second_moment"] == "whitened" and blocks.is_table(tuple(parameter.shape))
+    return group["second_moment"] != "coordinate" and blocks.is_table(tuple(parameter.shape))
 
 
 def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
@@ -56,6 +56,7 @@ def adamw_update(
     group: dict[str, Any],
     scaled: bool,
     found_inf: Tensor | None,
+    table_step: float = 1.0,
 ) -> None:
     """Take one step for parameters of a group that are on one device.
 
@@ -65,11 +66,12 @@ def adamw_update(
         group: The options.
         scaled: Whether to look at the scales.
         found_inf: If 1, nothing changes; None if that is ruled out.
+        table_step: How long the steps of whitened tables are, as a multiple of the learning rate.
     """
     tables = [is_whitened(entry.parameter, entry.blocks, group) for entry in entries]
     if any(tables):
         chosen = [(e, m) for e, m, table in zip(entries, magnitudes, tables) if table]
-        table_update([e for e, _ in chosen], [m for _, m in chosen], group, found_inf)
+        table_update([e for e, _ in chosen], [m for _, m in chosen], group, found_inf, table_step)
         rest = [(e, m) for e, m, table in zip(entries, magnitudes, tables) if not table]
         entries, magnitudes = [e for e, _ in rest], [m for _, m in rest]
         if not entries:

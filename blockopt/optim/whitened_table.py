@@ -6,12 +6,12 @@ square, which is blind to that matrix. Here each row `i` has one second moment, 
 share their `d × d` second moment `C`, whose inverse root `W` whitens the step:
 
     m ← β₁ m + (1 − β₁) g      v_i ← β₂ v_i + (1 − β₂) mean_j g_ij²      C ← β₂ C + (1 − β₂) gᵀg
-    p_i ← p_i − lr · scale_i · m_i W / √v_i        W = (C / mean diag C + damping)^(−1/2)
+    p_i ← p_i − lr · size · scale_i · m_i W / √v_i        W = (C / mean diag C + damping)^(−1/2)
 
-with the corrections of Adam for the first steps. This is Shampoo (Gupta et al., 2018) with a
-diagonal factor on the side of the tokens. If the columns are white already, it is AdamW with one
-second moment per row. State: the momentum, one number per row and a `d × d` matrix; AdamW has two
-numbers per entry.
+with the corrections of Adam for the first steps; `size` is the optimizer's. This is Shampoo (Gupta
+et al., 2018) with a diagonal factor on the side of the tokens. If the columns are white already, it
+is AdamW with one second moment per row. State: the momentum, one number per row and a `d × d`
+matrix; AdamW has two numbers per entry.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def table_update(
     mean_squares: list[Tensor],
     group: dict[str, Any],
     found_inf: Tensor | None,
+    size: float,
 ) -> None:
     """Take one step for tables of a group.
 
@@ -58,6 +59,7 @@ def table_update(
         mean_squares: Of the gradient, for each row.
         group: The options.
         found_inf: If 1, nothing changes; None if that is ruled out.
+        size: How long the step is, as a multiple of the learning rate.
     """
     products = sums_over_ranks([_column_products(entry.gradient) for entry in entries])
     for entry, squares, product in zip(entries, mean_squares, products):
@@ -68,7 +70,7 @@ def table_update(
         state["step"] += 1
         state["exp_avg_sq"].lerp_(squares.to(state["exp_avg_sq"].dtype), forget)
         state["covariance"].lerp_(product.view_as(state["covariance"]), forget)
-        _move(entry, group)
+        _move(entry, group, size)
         put_back(found_inf, changing, kept)
 
 
@@ -109,21 +111,22 @@ def whitening(covariance: Tensor, damping: float = DAMPING) -> Tensor:
     return inverse / math.sqrt(largest)
 
 
-def _move(entry: Entry, group: dict[str, Any]) -> None:
+def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
     """Update the momentum, and subtract it, whitened, from the weights."""
     parameter, state, (beta1, beta2) = entry.parameter, entry.state, group["betas"]
     gradient = -entry.gradient if group["maximize"] else entry.gradient
     momentum = state["exp_avg"].lerp_(gradient.to(state["exp_avg"].dtype), 1 - beta1)
     step = state["step"].to(state["exp_avg_sq"].dtype)
     root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
-    sizes = state["scale"].to(root.dtype) / root * (group["lr"] / (1 - beta1**step))  # per row
+    length = group["lr"] * size / (1 - beta1**step)
+    sizes = state["scale"].to(root.dtype) / root * length  # per row
     weights, matrix = local(parameter), whitening(state["covariance"])
     decay([weights], group)
     cut = weights.shape[1] != parameter.shape[1]
     rows = full(momentum) if cut else local(momentum)
     sizes = (sizes if cut else local_part(sizes[:, None], parameter)).view(-1, 1)
-    for target, some, size in zip(*map(_row_chunks, (weights, rows, sizes.expand_as(rows)))):
-        update = (some.to(matrix.dtype) @ matrix) * size
+    for target, some, rates in zip(*map(_row_chunks, (weights, rows, sizes.expand_as(rows)))):
+        update = (some.to(matrix.dtype) @ matrix) * rates
         target.sub_((local_part(update, parameter) if cut else update).to(target.dtype))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockopt import Blocks
 
+TABLES = ("embedding", "head")
 MATRIX_ROLES = {"query", "key", "value", "output", "mlp_in", "mlp_gate", "mlp_out"}
 
 
@@ -68,6 +69,8 @@ class Reference(ABC):
 
 
 class ReferenceAdamW(Reference):
+    table_step = 3.0
+
     def direction(self, name: str, g: Tensor) -> Tensor:
         beta1, beta2 = self.options["betas"]
         squares = g * g
@@ -79,7 +82,21 @@ class ReferenceAdamW(Reference):
         self.v[name] = beta2 * self.v[name] + (1 - beta2) * squares
         m_hat = self.m[name] / (1 - beta1**self.t)
         v_hat = self.v[name] / (1 - beta2**self.t)
-        return m_hat / (v_hat.sqrt() + self.options["eps"])
+        step = m_hat / (v_hat.sqrt() + self.options["eps"])
+        if (
+            self.options["second_moment"] == "coordinate"
+            or self.blocks[name].roles[0] not in TABLES
+        ):
+            return step
+        return self.table_step * step @ self.whitening(name, g)
+
+    def whitening(self, name: str, g: Tensor) -> Tensor:
+        """The inverse root of the damped second moment of the columns, by its eigenvectors."""
+        beta, size = self.options["betas"][1], g.shape[1]
+        old = self.covariances.get(name, torch.zeros(size, size, dtype=torch.float64))
+        c = self.covariances[name] = beta * old + (1 - beta) * g.T @ g
+        values, vectors = torch.linalg.eigh(c / c.diagonal().mean())
+        return (vectors * (values + 0.1) ** -0.5) @ vectors.T
 
 
 class ReferenceSGD(Reference):
@@ -91,6 +108,8 @@ class ReferenceSGD(Reference):
 
 class ReferenceMuon(ReferenceAdamW):
     """Orthogonalizes a contiguous copy of every matrix alone and puts it back."""
+
+    table_step = 1.0
 
     def direction(self, name: str, g: Tensor) -> Tensor:
         blocks = self.blocks[name]

@@ -14,7 +14,7 @@ def state_bytes_per_parameter(optimizer):
 
 def test_block_moment_halves_the_state():
     torch.manual_seed(0)
-    model = GPT2(GPT2Config(vocab_size=500, context=64, width=256, depth=1, heads=4))
+    model = GPT2(GPT2Config(vocab_size=20_000, context=64, width=256, depth=1, heads=4))
     set_gradients(model, random_gradients(model, 0))
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), second_moment="block")
     optimizer.step()

@@ -63,7 +63,8 @@ def test_equals_the_formula(name):
     model = Table()
     start, given = model.embedding.weight.detach().clone(), gradients(13)
     found = train(model, optimizer_of(model, name), given)
-    torch.testing.assert_close(found, reference(start, given), rtol=0, atol=1e-12)
+    scale = {"adamw": 3.0, "muon": 1.0}[name]  # AdamW's tables take longer steps than its matrices
+    torch.testing.assert_close(found, reference(start, given, scale=scale), rtol=0, atol=1e-12)
 
 
 def test_each_row_has_its_own_scale():
