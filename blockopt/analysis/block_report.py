@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockopt.analysis.operators.dense import dense
+from blockopt.analysis.plots.distributions import spectral_densities
+from blockopt.analysis.results import Result, figure_of
 from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
@@ -18,6 +20,9 @@ from blockopt.analysis.spectral.estimate import Estimate
 from blockopt.analysis.spectral.heterogeneity import NegativeShare, negative_share
 from blockopt.analysis.spectral.products import SymmetricOperator, size
 from blockopt.checks import check_count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TOLERANCE = 1e-4  # of the top eigenvalues, relative to the largest
 
@@ -80,7 +85,7 @@ DEFAULT = Probes()
 
 
 @dataclass(frozen=True)
-class BlockReport:
+class BlockReport(Result):
     """What is known of one block.
 
     Attributes:
@@ -122,6 +127,20 @@ class BlockReport:
             "negative_of_mass": None if self.negative is None else self.negative.of_mass,
             "exact": self.exact,
         }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return `row()` alone."""
+        return [self.row()]
+
+    def plot(self, *, title: str = "Spectral density") -> Figure:
+        """Draw the spectrum (needs matplotlib).
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.spectrum is None:
+            raise ValueError("This block has no spectrum to plot. Measure it with num_starts > 0.")
+        return figure_of(spectral_densities({"eigenvalues": self.spectrum}, title=title))
 
     def state(self) -> dict[str, Any]:
         """Return it as tensors and plain values, for a file that `torch.load` takes as data."""

@@ -60,6 +60,12 @@ class Result(ABC):
         return self.to_html(MOST_ROWS)
 
 
+def figure_of(ax: Any) -> Figure:
+    """Return the figure that an axis is in."""
+    figure: Figure = ax.figure
+    return figure
+
+
 def html_table(rows: list[dict[str, Any]], left_out: int = 0) -> str:
     """Return rows as an HTML table, with three digits of each number.
 

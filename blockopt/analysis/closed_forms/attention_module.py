@@ -20,6 +20,11 @@ PROJECTIONS = {
     "value": ("v_proj",),
     "output": ("o_proj", "dense", "out_proj"),
 }
+# What changes scores or attention beyond the closed forms, by the attribute that tells
+BEYOND = {
+    "attn_logit_softcapping": "a soft cap bends its scores",  # Gemma 2
+    "sinks": "part of its attention goes to sinks",  # gpt-oss
+}
 # The closed form must have the output of the layer up to this, relative to its largest entry:
 # models compute norms, rotations and softmax in float32, whatever their dtype.
 TOLERANCE = 1e-5
@@ -38,7 +43,7 @@ def attention_hessian(
     The layer has `q_proj`, `k_proj`, `v_proj` and `o_proj`, with or without biases, optionally
     `q_norm` and `k_norm` of each head, and its call is that of transformers. Its own output is
     compared with that of the closed form, so that a layer that computes anything else is refused;
-    so are scores with a soft cap (Gemma 2), which bends small scores too little to show there.
+    so are sinks (gpt-oss) and soft caps (Gemma 2), which bend small scores too little to show.
     Entries are in the layout of closed forms: by head, and by input before output. The weight of
     `q_proj` is `W_Q.mT.flatten(0, 1)`.
 
@@ -55,11 +60,12 @@ def attention_hessian(
         ValueError: If a projection is missing, or the layer computes something else.
     """
     layers, head_dim = _projections(module), _head_dim(module)
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        raise ValueError(
-            f"Invalid module {type(module).__name__}: a soft cap bends its scores, which no closed "
-            "form has. Use a HessianOperator of the model."
-        )
+    for name, what in BEYOND.items():
+        if getattr(module, name, None) is not None:
+            raise ValueError(
+                f"Invalid module {type(module).__name__}: {what}, which no closed form has. Use a "
+                "HessianOperator of the model."
+            )
     if mask is None:
         mask = _causal_mask(module, hidden_states)
     weights, biases = {}, {}

@@ -109,9 +109,9 @@ class RotaryPositions:
                 f"Invalid rotary: it turns {self.width} entries of heads that have {key_width}."
             )
         if (self.cos.dtype, self.cos.device) != (X.dtype, X.device):
-            given = f"{self.cos.dtype} on {self.cos.device}"
+            kind = f"{self.cos.dtype} on {self.cos.device}"
             raise ValueError(
-                f"Invalid rotary: angles of {given}. Must be as X, of {X.dtype} on {X.device}: "
+                f"Invalid rotary: angles of {kind}. Must be as X, of {X.dtype} on {X.device}: "
                 "RotaryPositions(cos.to(X), sin.to(X))."
             )
 

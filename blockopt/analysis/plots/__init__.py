@@ -17,6 +17,7 @@ from blockopt.analysis.plots.growth import growth_lines
 from blockopt.analysis.plots.heatmaps import (
     MAX_PIXELS,
     block_mass_heatmap,
+    distance_heatmap,
     head_heatmap,
     hessian_heatmap,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_PIXELS",
     "OTHER_COLORS",
     "block_mass_heatmap",
+    "distance_heatmap",
     "entry_histograms",
     "growth_lines",
     "head_heatmap",

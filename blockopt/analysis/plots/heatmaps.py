@@ -1,4 +1,4 @@
-"""Heat maps: the entries of a Hessian, the shares of its blocks, and numbers by layer and head."""
+"""Heat maps: entries of a Hessian, shares and distances of blocks, numbers by layer and head."""
 
 from __future__ import annotations
 
@@ -124,6 +124,37 @@ def block_mass_heatmap(
     names = [str(label) for label in labels]
     ax.set_xticks(range(len(labels)), names, rotation=45, ha="right", fontsize=8)
     ax.set_yticks(range(len(labels)), names, fontsize=8)
+    ax.set_title(title, fontsize=10)
+    return ax
+
+
+def distance_heatmap(
+    labels: Sequence[object],
+    matrix: Tensor,
+    *,
+    title: str = "Jensen-Shannon distance between spectra",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the distance of each pair of blocks, from 0 to 1.
+
+    Args:
+        labels: The labels of the blocks.
+        matrix: (blocks, blocks) distances, such as `JensenShannon.matrix`.
+        title: The title of the axis.
+        ax: Where to draw; a new figure by default.
+    """
+    values = numbers(matrix)
+    if values.shape != (len(labels), len(labels)):
+        raise ValueError(
+            f"Invalid {len(labels)} labels and a matrix of shape {tuple(values.shape)}. Must be "
+            "one row and one column per label."
+        )
+    ax = new_axis(ax, (2.4 + 0.3 * len(labels), 1.8 + 0.3 * len(labels)))
+    image = ax.imshow(values.numpy(), vmin=0, vmax=1, cmap="viridis")
+    ax.figure.colorbar(image, ax=ax, shrink=0.8).set_label("distance", fontsize=8)
+    names = [str(label) for label in labels]
+    ax.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
+    ax.set_yticks(range(len(names)), names, fontsize=6)
     ax.set_title(title, fontsize=10)
     return ax
 

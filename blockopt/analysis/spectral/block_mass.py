@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis.plots.heatmaps import block_mass_heatmap
 from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.results import Result, figure_of
 from blockopt.analysis.spectral.estimate import Estimate, from_probes, root, total
 from blockopt.analysis.spectral.products import SymmetricOperator, product, sign_columns, size
 from blockopt.checks import check_count
 from blockopt.measure.closures import default_generator
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Label = TypeVar("Label", bound=Hashable)
 
 
-class BlockMass(NamedTuple):
+@dataclass(frozen=True)
+class BlockMass(Result):
     """The squared norms `‖H_ab‖_F²` of all pairs of blocks, with their standard errors.
 
     `matrix[a, b]` is that of the blocks `labels[a]` and `labels[b]`. `off_diagonal` is
@@ -37,6 +45,25 @@ class BlockMass(NamedTuple):
     def shares(self) -> Tensor:
         """Return `matrix` divided by its sum."""
         return self.matrix / (self.matrix.sum() or 1.0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per pair of blocks, a block with itself among them."""
+        pairs = itertools.combinations_with_replacement(range(len(self.labels)), 2)
+        shares = self.shares()
+        return [
+            {
+                "block": str(self.labels[a]),
+                "other": str(self.labels[b]),
+                "squared_norm": float(self.matrix[a, b]),
+                "standard_error": float(self.standard_error[a, b]),
+                "share": float(shares[a, b]),
+            }
+            for a, b in pairs
+        ]
+
+    def plot(self, *, title: str = "Share of the squared Frobenius norm, %") -> Figure:
+        """Draw the share of each pair of blocks (needs matplotlib)."""
+        return figure_of(block_mass_heatmap(self.labels, self.matrix, title=title))
 
 
 def block_mass(

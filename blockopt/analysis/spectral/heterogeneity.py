@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Mapping
-from typing import Literal, NamedTuple, TypeVar, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis.plots.heatmaps import distance_heatmap
+from blockopt.analysis.results import Result, figure_of
 from blockopt.analysis.spectral.density import SpectralDensity
 from blockopt.checks import check_choice, check_count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Label = TypeVar("Label", bound=Hashable)
 Spectrum = Tensor | SpectralDensity  # all eigenvalues, or a distribution of them
@@ -34,12 +41,29 @@ class Spread(NamedTuple):
     log10_deviation: float
 
 
-class JensenShannon(NamedTuple):
+@dataclass(frozen=True)
+class JensenShannon(Result):
     """Distances between the spectra of `labels[i]` and `labels[j]`, and the mean over all pairs."""
 
     labels: tuple[Hashable, ...]
     matrix: Tensor
     mean: float
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per pair of blocks."""
+        pairs = itertools.combinations(range(len(self.labels)), 2)
+        return [
+            {
+                "block": str(self.labels[a]),
+                "other": str(self.labels[b]),
+                "distance": float(self.matrix[a, b]),
+            }
+            for a, b in pairs
+        ]
+
+    def plot(self, *, title: str = "Jensen-Shannon distance between spectra") -> Figure:
+        """Draw the distances of all pairs (needs matplotlib)."""
+        return figure_of(distance_heatmap(self.labels, self.matrix, title=title))
 
 
 class NegativeShare(NamedTuple):

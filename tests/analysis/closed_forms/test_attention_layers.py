@@ -147,6 +147,10 @@ def test_layers_that_compute_something_else():
     with pytest.raises(ValueError, match="The output of Qwen3Attention differs by"):
         attention_hessian(module, X, loss, rotary=rotary)
     handle.remove()
+    module.sinks = torch.zeros(6)
+    with pytest.raises(ValueError, match="Qwen3Attention: part of its attention goes to sinks"):
+        attention_hessian(module, X, loss, rotary=rotary)
+    del module.sinks
     single = RotaryPositions(rotary.cos.float(), rotary.sin.float())
     with pytest.raises(ValueError, match=r"angles of torch\.float32.*cos\.to\(X\)"):
         attention_hessian(module, X, loss, rotary=single)
