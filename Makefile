@@ -33,13 +33,15 @@ wheel: .venv/.installed
 # torch comes first and pinned, so that no other package pulls a build of its own. timm and
 # curvlinops' backpack ask for torchvision, which they only need for images, so they and what else
 # curvlinops imports come without what they ask for; so do Lightning and TRL, of which the tests
-# need little.
+# need little. DeepSpeed lies apart, where only its own tests look: accelerate, transformers and
+# Lightning import it wherever they find it.
 .venv/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps timm curvlinops-for-pytorch backpack-for-pytorch linear_operator einconv \
 		einops unfoldNd lightning lightning-utilities torchmetrics trl
+	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed hjson msgpack
 	touch $@
 
 # Results of runs that took hours stay: delete results/ by hand.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -128,14 +129,16 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         if not all(parameter in names for group in groups for parameter in group["params"]):
             reshard(self._model)
             names = {parameter: name for name, parameter in self._model.named_parameters()}
+        held = [parameter for group in groups for parameter in group["params"]]
+        foreign = [parameter for parameter in held if parameter not in names]
+        if foreign or not held:
+            other = f"one of shape {tuple(foreign[0].shape)}" if foreign else "none at all"
+            raise ValueError(
+                f"The parameters of the optimizer are none of the model's (it has {other}). If an "
+                "engine has flattened the parameters (DeepSpeed's ZeRO 1 to 3), use FSDP2, which "
+                "keeps them."
+            )
         for group in groups:
-            for parameter in group["params"]:
-                if parameter not in names:
-                    raise ValueError(
-                        f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                        "none of the model's. If an engine has flattened the parameters "
-                        "(DeepSpeed's ZeRO 1 to 3), use FSDP2, which keeps them."
-                    )
             yield group, [names[parameter] for parameter in group["params"]]
 
     def blocks(self) -> dict[str, Blocks]:
@@ -352,9 +355,20 @@ def hooks_for(
 ) -> OptimizerHooks[Any]:
     """Return the hooks for an optimizer, wrapped or not; see `OptimizerHooks` for the arguments."""
     inner = unwrapped(optimizer)
+    _refuse_fsdp1(model)
     if isinstance(inner, BlockOptimizer):
         return BlockOptimizerHooks(inner, model, wants_update)
     return GroupOptimizerHooks(inner, model, wants_update)
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """FSDP1 averages gradients in every backward pass, those of a refresh too, or holds shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and nobody needed it
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "BlockLR cannot measure a model under FSDP1 (FullyShardedDataParallel), which averages "
+            "gradients over ranks by itself. Use fully_shard (FSDP2), or DDP if nothing is sharded."
+        )
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:

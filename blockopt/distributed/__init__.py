@@ -6,6 +6,7 @@ from blockopt.distributed.agreement import (
     meet,
     pass_together,
     together,
+    union_over_ranks,
 )
 from blockopt.distributed.ranks import (
     average_gradients,
@@ -44,4 +45,5 @@ __all__ = [
     "reshard",
     "sums_over_ranks",
     "together",
+    "union_over_ranks",
 ]

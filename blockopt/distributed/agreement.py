@@ -94,6 +94,17 @@ def meet(where: str) -> None:
         _meet(meeting, where, None)
 
 
+def union_over_ranks(names: set[str]) -> set[str]:
+    """The names that some rank has, for ranks that do the present work together."""
+    meeting = _current.get()
+    if meeting is None:
+        return names
+    _meet(meeting, "names of parameters", None)
+    everyone: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(everyone, names)
+    return set().union(*everyone)
+
+
 def _meet(meeting: _Meeting, where: str, error: Exception | None) -> None:
     own = (where, None if error is None else (may_pass(error), _text(error)))
     everyone: list[Any] = [None] * num_ranks()
@@ -106,7 +117,8 @@ def _meet(meeting: _Meeting, where: str, error: Exception | None) -> None:
     if not failures:
         raise RuntimeError(
             f"Ranks do different things at the same time: {' and '.join(places)}. Give "
-            "block_lr.step the same number of closures on every rank."
+            "block_lr.step the same number of closures on every rank, which compute the same "
+            "function."
         )
     lasting = [failure for failure in failures if not failure[1]]
     rank, _, text = (lasting or failures)[0]

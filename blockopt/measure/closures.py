@@ -256,7 +256,7 @@ def averaged_over_ranks(
         name: torch.zeros_like(parameters[name]) if g is None else g.detach().clone()
         for name, g in gradients.items()
     }
-    meet("gradients")
+    meet(f"gradients of {len(found)} parameters")
     average_gradients(list(found.values()))
     return found
 

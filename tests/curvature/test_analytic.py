@@ -10,7 +10,11 @@ from blockopt import Blocks, Split, find_blocks
 from blockopt.blocks import block_numel
 from blockopt.curvature import analytic
 from blockopt.curvature.analytic import sequence_gradients
-from blockopt.curvature.analytic.layer_calls import capture_layers, drop_parameters_used_elsewhere
+from blockopt.curvature.analytic.layer_calls import (
+    capture_layers,
+    drop_parameters,
+    parameters_used_elsewhere,
+)
 from blockopt.curvature.analytic.sequence_gradients import find_independence
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
@@ -67,7 +71,8 @@ def test_closed_forms_are_in_use(family):
         loss = loss_of(family, model)
     curvature = LossCurvature(loss, seen.calls)
     names = {p: name for name, p in model.named_parameters()}
-    kept = drop_parameters_used_elsewhere(layers, curvature.predictions, names)
+    elsewhere = parameters_used_elsewhere(layers, curvature.predictions, names)
+    kept = drop_parameters(layers, elsewhere)
     assert [call[2:4] for call in kept] == [call[2:4] for call in layers]  # weight and bias
     separate, local = find_independence(curvature, kept, attention[-1].output)
     assert local

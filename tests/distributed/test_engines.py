@@ -1,7 +1,11 @@
 """Engines that flatten or divide parameters: what works equals torch, the rest is refused."""
 
 import os
+import sys
+import warnings
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,8 @@ from tests.helpers.optimizers import (
 )
 from tests.helpers.ranks import run_on_two_ranks
 
+# Where the Makefile installs it, apart from the rest, which behaves differently where it finds it.
+DEEPSPEED = Path(sys.prefix) / "deepspeed"
 NEEDS_SHAPES = ["adamw-block", "muon", "muon-block"]
 WORKS_FLAT = ["adamw", "sgd", "sgd-plain"]
 
@@ -81,24 +87,36 @@ def test_partitioned_parameters_of_deepspeed_are_refused():
         blockopt.param_groups(model)
 
 
-def deepspeed_equals_ddp_or_refuses(rank):
+def import_deepspeed(rank):
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    warnings.simplefilter("ignore")
+    sys.path.append(str(DEEPSPEED))
     import deepspeed
 
+    # All exchanges go through gloo: DeepSpeed would compile its own, which takes a minute.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    return deepspeed
+
+
+def deepspeed_engine(model, optimizer, stage):
+    import deepspeed
+
+    config = {
+        "train_batch_size": 6,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def deepspeed_equals_ddp_or_refuses(rank):
+    deepspeed = import_deepspeed(rank)
     for stage in range(4):
         for name in ("adamw", "sgd", "adamw-block", "muon"):
             model, plain = tiny_gpt(), DistributedDataParallel(tiny_gpt())
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=OPTIMIZERS[name](blockopt.param_groups(model)),
-                config={
-                    "train_batch_size": 6,
-                    "zero_optimization": {"stage": stage},
-                    "zero_allow_untested_optimizer": True,
-                    "zero_force_ds_cpu_optimizer": False,
-                    "gradient_clipping": 0.0,
-                },
-            )
+            engine = deepspeed_engine(model, OPTIMIZERS[name](blockopt.param_groups(model)), stage)
             engine.backward(token_loss(engine, seed=rank))
             if stage > 0 and name in NEEDS_SHAPES:
                 with pytest.raises(ValueError, match="something has replaced them"):
@@ -112,11 +130,46 @@ def deepspeed_equals_ddp_or_refuses(rank):
                 assert_same_weights(model, plain.module, rtol=1e-4, atol=1e-4)
 
 
+def deepspeed_takes_block_learning_rates_at_stage_0(rank):
+    """They equal those under DDP; the other stages flatten the parameters, and are refused."""
+    import_deepspeed(rank)
+    for stage in (0, 1, 3):
+        model, plain = tiny_gpt(), DistributedDataParallel(tiny_gpt())
+        (a, of_engine), (b, of_ddp) = with_block_lr(model), with_block_lr(plain)
+        engine = deepspeed_engine(model, a, stage)
+        for step in range(3):
+            engine.backward(token_loss(engine, seed=2 * step + rank))
+            engine.step()
+            fresh = 100 + 2 * step + rank
+            if stage > 0:
+                with pytest.raises(ValueError, match=r"none of the model's.*DeepSpeed.*FSDP2"):
+                    of_engine.step(partial(token_loss, model, fresh))
+                break
+            of_engine.step(partial(token_loss, model, fresh))
+            b.zero_grad()
+            token_loss(plain, seed=2 * step + rank).backward()
+            b.step()
+            of_ddp.step(partial(token_loss, plain, fresh))
+        else:
+            assert_same_weights(model, plain.module, rtol=1e-4, atol=1e-4)
+            found, expected = (x.last_scales.as_dict().values() for x in (of_engine, of_ddp))
+            torch.testing.assert_close(torch.cat([*found]), torch.cat([*expected]))
+            assert len(of_engine.history) == len(of_ddp.history) > 0
+
+
+def with_block_lr(model):
+    optimizer = OPTIMIZERS["adamw"](blockopt.param_groups(model))
+    return optimizer, blockopt.BlockLR(optimizer, model, every=1)
+
+
 @pytest.mark.distributed
-@pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
+@pytest.mark.skipif(
+    not (find_spec("deepspeed") or DEEPSPEED.is_dir()), reason="DeepSpeed is not installed"
+)
 def test_two_ranks_in_deepspeed():
-    """It installs without a GPU: pip install deepspeed."""
-    run_on_two_ranks(deepspeed_equals_ddp_or_refuses)
+    run_on_two_ranks(
+        deepspeed_equals_ddp_or_refuses, deepspeed_takes_block_learning_rates_at_stage_0
+    )
 
 
 def fsdp1_equals_torch_or_refuses(rank):
@@ -131,19 +184,25 @@ def fsdp1_equals_torch_or_refuses(rank):
 
         with pytest.raises(ValueError, match=r"FSDP1 .*fully_shard"):
             blockopt.param_groups(wrapped())
-        model, plain = wrapped(), wrapped()
-        a = blockopt.BlockAdamW(model.parameters(), lr=1e-2)
-        b = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-        for step in range(3):
-            for one, optimizer in ((model, a), (plain, b)):
-                optimizer.zero_grad()
-                token_loss(one, seed=2 * step + rank).backward()
-                optimizer.step()
-        assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+        for ours, theirs, options in (
+            (blockopt.BlockAdamW, torch.optim.AdamW, {"lr": 1e-2}),
+            (blockopt.BlockSGD, torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
+        ):
+            model, plain = wrapped(), wrapped()
+            for one, cls in ((model, ours), (plain, theirs)):
+                train(one, cls(one.parameters(), **options), rank)
+            assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def train(model, optimizer, rank):
+    for step in range(3):
+        optimizer.zero_grad()
+        token_loss(model, seed=2 * step + rank).backward()
+        optimizer.step()
 
 
 def fsdp1_without_shards_keeps_shapes(rank):
-    for name in ("adamw-block", "muon"):
+    for name in ("adamw-block", "muon", "sgd"):
         model = FullyShardedDataParallel(
             tiny_gpt(dtype=torch.float64),
             use_orig_params=True,
@@ -154,11 +213,11 @@ def fsdp1_without_shards_keeps_shapes(rank):
         for one in (model, plain):
             optimizer = OPTIMIZERS[name](blockopt.param_groups(one))
             optimizer.set_block_scales(random_scales(optimizer))
-            for step in range(3):
-                optimizer.zero_grad()
-                token_loss(one, seed=2 * step + rank).backward()
-                optimizer.step()
+            train(one, optimizer, rank)
         assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
+        optimizer = OPTIMIZERS[name](blockopt.param_groups(model))
+        with pytest.raises(ValueError, match=r"under FSDP1 .*fully_shard"):
+            blockopt.BlockLR(optimizer, model)
 
 
 def unnamed_groups(model):
@@ -180,11 +239,8 @@ def zero_redundancy_equals_whole(rank):
         model, plain = (DistributedDataParallel(tiny_gpt(dtype=torch.float64)) for _ in range(2))
         a = ZeroRedundancyOptimizer(unnamed_groups(model), cls, lr=1e-2, **options)
         b = cls(blockopt.param_groups(plain, by="parameter"), lr=1e-2, **options)
-        for step in range(3):
-            for one, optimizer in ((model, a), (plain, b)):
-                optimizer.zero_grad()
-                token_loss(one, seed=2 * step + rank).backward()
-                optimizer.step()
+        train(model, a, rank)
+        train(plain, b, rank)
         assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
         held = sum(p.numel() for p in a.optim.state)
         assert held < sum(p.numel() for p in model.parameters())  # the state is divided

@@ -26,7 +26,8 @@ from blockopt.curvature.analytic.attention_projections import AttentionProjectio
 from blockopt.curvature.analytic.layer_calls import (
     LayerCall,
     capture_layers,
-    drop_parameters_used_elsewhere,
+    drop_parameters,
+    parameters_used_elsewhere,
 )
 from blockopt.curvature.analytic.sequence_gradients import (
     LayerGradient,
@@ -34,6 +35,7 @@ from blockopt.curvature.analytic.sequence_gradients import (
     layer_gradients,
     squared_sums,
 )
+from blockopt.distributed import union_over_ranks
 from blockopt.measure.attention_capture import capture_attention
 from blockopt.measure.closures import (
     Curvature,
@@ -155,12 +157,15 @@ def _add_outer(
 ) -> None:
     """Add the Gauss-Newton traces of all probes."""
     names = {p: name for name, p in parameters.items()}
-    layers = drop_parameters_used_elsewhere(layers, curvature.predictions, names)
+    # Ranks may call different layers, as experts that have tokens; they must exchange the same.
+    outside = union_over_ranks(parameters_used_elsewhere(layers, curvature.predictions, names))
+    layers = drop_parameters(layers, outside)
     last = attention[-1] if attention else None
     output = last.call.output if last else None
     layers, local = find_independence(curvature, layers, output, known)
     top = last if local else None
-    explained = {name for layer in layers for name in (layer.weight, layer.bias)}
+    own = {name for layer in layers for name in (layer.weight, layer.bias) if name is not None}
+    explained = union_over_ranks(own)
     rest = {name: p for name, p in parameters.items() if name not in explained}
     outputs = [top.call.output] if top else []
     inputs: list[Any] = [*(layer.edge for layer in layers), *rest.values(), *outputs]
@@ -175,11 +180,11 @@ def _add_outer(
             by_name = {name: _by_position(some, len(attention)) for name, some in by_name.items()}
         found |= {name: squared_sums(some, blocks[name].split) for name, some in by_name.items()}
         # Squares of sums over all sequences: those of other ranks are part of the sum.
-        own = {
+        summed = {
             name: None if g is None else g * curvature.share.spread
             for name, g in zip(rest, gradients[len(layers) :])
         }
-        for name, g in averaged_over_ranks(own, rest).items():
+        for name, g in averaged_over_ranks(summed, rest).items():
             found[name] = block_dots(g, g, blocks[name])
         for name, squares in found.items():
             traces[name] += squares.to(traces[name])

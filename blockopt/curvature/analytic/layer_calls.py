@@ -194,29 +194,35 @@ def _to_sequences(x: Tensor, number: int, sequence_first: bool) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-def drop_parameters_used_elsewhere(
+def parameters_used_elsewhere(
     calls: list[LayerCall], predictions: list[Tensor], names: Mapping[Any, str]
-) -> list[LayerCall]:
-    """Drop parameters that are also used elsewhere, such as a head tied by hand, from the calls."""
+) -> set[str]:
+    """The names of parameters that are used outside of the calls, such as a head tied by hand."""
     inside = {call.edge.node: call.source for call in calls}
     nodes = [p.grad_fn for p in predictions]
     visited: set[Node] = set()
-    elsewhere = set()
+    elsewhere: set[str] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        elsewhere.add(names.get(getattr(node, "variable", None)))
+        variable = getattr(node, "variable", None)
+        if variable in names:
+            elsewhere.add(names[variable])
         if node in inside:
             nodes.append(inside[node])
         else:
             nodes += [following for following, _ in node.next_functions]
+    return elsewhere
 
+
+def drop_parameters(calls: list[LayerCall], dropped: set[str]) -> list[LayerCall]:
+    """Drop parameters from the calls."""
     return [
         call._replace(
-            weight=None if call.weight in elsewhere else call.weight,
-            bias=None if call.bias in elsewhere else call.bias,
+            weight=None if call.weight in dropped else call.weight,
+            bias=None if call.bias in dropped else call.bias,
         )
         for call in calls
     ]
