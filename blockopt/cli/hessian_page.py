@@ -250,7 +250,7 @@ def _differences(report: HessianReport, plots: Mapping[str, bytes]) -> list[str]
     if report.mass is not None:
         share, error = report.mass.off_diagonal[:2]
         text += (
-            f" {share:.0%} ± {error:.0%} of the squared Frobenius norm lies off the diagonal "
+            f" {share:.1%} ± {error:.1%} of the squared Frobenius norm lies off the diagonal "
             "blocks: what no block-wise method sees."
         )
     parts += [_paragraph(text), _picture(plots["blocks.png"], "Norms of blocks, shares of pairs")]

@@ -1,9 +1,14 @@
-"""Block spectra of a transformer, a CNN and an MLP (Zhang et al., "Why Transformers need Adam")."""
+"""Block spectra of a transformer, a CNN and an MLP (Zhang et al., "Why Transformers need Adam").
+
+All three have the same number of parameters, as nearly as widths allow, and about as many layers.
+They see the same images, and are measured at initialisation and after training.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,97 +16,188 @@ from torch import Tensor, nn
 
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import HessianOperator
-from blockopt.analysis.plots import spectral_densities
-from blockopt.analysis.spectral.heterogeneity import JensenShannon, jensen_shannon
-from recipes.data.addition import addition
-from recipes.paper_figures.models import Transformer, synthetic_images
-from recipes.paper_figures.outcome import Outcome, Run, panels, sign_check
+from blockopt.analysis.plots import distance_heatmap, spectral_densities
+from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
+from blockopt.analysis.spectral.heterogeneity import Axis, jensen_shannon
+from recipes.paper_figures.models import Layer, causal, normal, synthetic_images
+from recipes.paper_figures.outcome import Outcome, Run, mean_check, panels, sign_check
+
+PIXELS, TOKENS, PATCH, CLASSES = 144, 9, 16, 10
+DEPTH = 6  # hidden layers of the CNN and the MLP
+AXES: tuple[Axis, ...] = ("symmetric log", "linear")
+WHENS = ("at initialisation", "after training")
 
 
-class Spectra:
-    """All eigenvalues of the Hessian of a model, and of its diagonal block of each matrix."""
+class PatchGPT(nn.Module):
+    """Pre-norm blocks with causal attention, which read an image patch by patch."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:
-        operator = HessianOperator(model, loss, check_deterministic=False)
-        matrix = dense(operator)
-        self.size, self.whole = len(matrix), torch.linalg.eigvalsh(matrix)
-        self.blocks = {}
-        for name, p in model.named_parameters():
-            if p.ndim > 1:
-                where = operator.entries(name)
-                short = name.removeprefix("layers.0.")
-                self.blocks[short] = torch.linalg.eigvalsh(matrix[where][:, where])
+    def __init__(self, width: int, depth: int = 2, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.patches = normal(generator, PATCH, width, width=PATCH)
+        self.positions = normal(generator, TOKENS, width, width=width)
+        self.layers = nn.ModuleList(
+            Layer(width, 4 * width, "pre", True, generator) for _ in range(depth)
+        )
+        self.head = normal(generator, width, CLASSES, width=width)
 
-    def distance(self) -> JensenShannon:
-        """Return the distances between the blocks, on a symmetric log axis."""
-        return jensen_shannon(self.blocks, axis="symmetric log")
-
-
-def convolutional(width: int) -> nn.Module:
-    """Return a CNN of three layers on images of 12 x 12 pixels."""
-    layers = (nn.Conv2d(1, width, 3, 2, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU())
-    last = (nn.Conv2d(width, width, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * width, 10))
-    return nn.Sequential(*layers, *last).double()
+    def forward(self, images: Tensor) -> Tensor:  # (B, tokens, patch)
+        """Return the logits."""
+        x = images @ self.patches + self.positions
+        for layer in self.layers:
+            x = layer(x, causal(TOKENS))
+        return F.layer_norm(x, x.shape[-1:]).mean(1) @ self.head
 
 
-def perceptron(width: int) -> nn.Module:
-    """Return an MLP of four layers on the same images."""
-    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(144, width), nn.ReLU()]
-    for _ in range(2):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, 10)).double()
+class AsPixels(nn.Module):
+    """Puts patches (B, 9, 16) together again: images (B, 1, 12, 12)."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Return the images."""
+        rows = patches.unflatten(1, (3, 3)).unflatten(3, (4, 4)).transpose(2, 3)
+        return rows.reshape(len(patches), 1, 12, 12)
 
 
-def measured(run: Run, seed: int) -> dict[str, Spectra]:
-    """Return the spectra of the three models at initialisation."""
-    inputs, targets = addition(run.effort.samples)
-    gpt = Transformer(run.effort.small // 2, norm="pre", seed=seed)
-    patches, labels = synthetic_images(2 * run.effort.samples, seed=seed)
-    pixels = patches.unflatten(1, (3, 3)).unflatten(3, (4, 4)).transpose(2, 3)
-    images = pixels.reshape(len(patches), 1, 12, 12) / 0.31
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        others = {
-            "CNN": convolutional(max(2, run.effort.small // 2)),
-            "MLP": perceptron(max(2, run.effort.small // 2)),
+def convolutional(width: int, seed: int) -> nn.Module:
+    """Return a CNN: six convolutions, of which two halve the image, and a linear layer."""
+    widths, strides = [1] + [width] * DEPTH, [2, 1, 2, 1, 1, 1]
+    layers = [nn.Conv2d(widths[i], width, 3, strides[i], 1) for i in range(DEPTH)]
+    return with_relu(AsPixels(), layers, nn.Linear(9 * width, CLASSES), seed)
+
+
+def perceptron(width: int, seed: int) -> nn.Module:
+    """Return an MLP: six hidden layers and a linear one."""
+    widths = [PIXELS] + [width] * DEPTH
+    layers = [nn.Linear(widths[i], width) for i in range(DEPTH)]
+    return with_relu(nn.Flatten(), layers, nn.Linear(width, CLASSES), seed)
+
+
+def with_relu(first: nn.Module, layers: list[nn.Module], last: nn.Module, seed: int) -> nn.Module:
+    """Return layers with ReLU between them, initialised as He et al. do; biases start at zero."""
+    model = nn.Sequential(first)
+    for layer in layers:
+        model.extend([layer, nn.ReLU()])
+    model.extend([nn.Flatten(), last]).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+        if parameter.ndim > 1:
+            gain = "linear" if parameter is last.weight else "relu"
+            nn.init.kaiming_normal_(parameter, nonlinearity=gain, generator=generator)
+    return model
+
+
+def size(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def nearest(make: Callable[[int, int], nn.Module], wanted: int, seed: int) -> nn.Module:
+    """Return the model of a width whose number of parameters is nearest."""
+    width = next(w for w in itertools.count(2) if size(make(w, 0)) >= wanted)
+    nearer = min((max(width - 1, 2), width), key=lambda w: abs(size(make(w, 0)) - wanted))
+    return make(nearer, seed)
+
+
+class Studied:
+    """A model, on images that all models of this seed see, before and after training."""
+
+    def __init__(self, run: Run, model: nn.Module, seed: int) -> None:
+        number, self.model = 32 * run.effort.samples, model
+        self.images, self.labels = synthetic_images(number, pixel=1.0, seed=seed)
+        self.states = {WHENS[0]: self._weights()}
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(run.effort.steps):
+            rows = torch.randint(number, (128,), generator=generator)
+            optimizer.zero_grad()
+            F.cross_entropy(model(self.images[rows]), self.labels[rows]).backward()
+            optimizer.step()
+        self.states[WHENS[1]] = self._weights()
+        unseen, labels = synthetic_images(number, pixel=1.0, seed=seed + 1000)
+        with torch.no_grad():
+            self.accuracy = float((model(unseen).argmax(-1) == labels).double().mean())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def loss(self) -> Tensor:
+        """Return the loss on one batch of 128 images."""
+        return F.cross_entropy(self.model(self.images[:128]), self.labels[:128])
+
+    def blocks(self, when: str) -> dict[str, Tensor]:
+        """Return all eigenvalues of the Hessian of each matrix or kernel."""
+        self.model.load_state_dict(self.states[when])
+        names = [name for name, p in self.model.named_parameters() if p.ndim > 1]
+        return {
+            name.removeprefix("layers.").removesuffix(".weight"): torch.linalg.eigvalsh(
+                dense(self._operator([name]))
+            )
+            for name in names
         }
-    found = {"GPT": Spectra(gpt, functools.partial(gpt, inputs, targets))}
-    for name, model in others.items():
-        found[name] = Spectra(model, lambda model=model: F.cross_entropy(model(images), labels))
-    return found
+
+    def whole(self, when: str) -> SpectralDensity:
+        """Return the density of the eigenvalues of all parameters, by Lanczos."""
+        self.model.load_state_dict(self.states[when])
+        return spectral_density(self._operator(None), num_steps=100, num_probes=2)
+
+    def _operator(self, names: list[str] | None) -> HessianOperator:
+        return HessianOperator(self.model, self.loss, names=names, check_deterministic=False)
+
+
+def studied(run: Run, seed: int) -> dict[str, Studied]:
+    """Return the three models, trained."""
+    gpt = PatchGPT(run.effort.small, seed=seed)
+    models = {
+        "GPT": gpt,
+        "CNN": nearest(convolutional, size(gpt), seed),
+        "MLP": nearest(perceptron, size(gpt), seed),
+    }
+    return {name: Studied(run, model, seed) for name, model in models.items()}
 
 
 def figure_block_spectra(run: Run) -> Outcome:
     """Whole and block-diagonal spectra, and how far those of the blocks are apart."""
-    step = run.steps("Block spectra", run.effort.repeats)
-    first = measured(run, 0)
-    repeats = [first]
-    step()
-    for seed in range(1, run.effort.repeats):
-        repeats.append(measured(run, seed))
-        step()
-    title = "Whole and block-diagonal spectra at initialisation, and how far blocks are apart"
-    figure, axes = panels(2, 3, 5.0, 3.9, title=title)
-    for column, (name, spectra) in enumerate(first.items()):
-        together = torch.cat(list(spectra.blocks.values()))
-        lines = {"whole Hessian": spectra.whole, "its diagonal blocks": together}
-        named = f"{name}, {spectra.size:,} parameters"
-        spectral_densities(lines, title=named, ax=axes[column])
-        found, ax = spectra.distance(), axes[3 + column]
-        image = ax.imshow(found.matrix.numpy(), vmin=0, vmax=1, cmap="viridis")
-        figure.colorbar(image, ax=ax, shrink=0.8).set_label("Jensen-Shannon distance", fontsize=8)
-        names = [str(label) for label in found.labels]
-        ax.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
-        ax.set_yticks(range(len(names)), names, fontsize=7)
-        ax.set_title(f"{name}: mean distance of blocks {found.mean:.2f}", fontsize=10)
-    means = {n: [spectra[n].distance().mean for spectra in repeats] for n in first}
-    predicted = "> 0: blocks of transformers are heterogeneous"
+    number = run.effort.repeats
+    step = run.steps("Block spectra", 6 * number)
+    title = "GPT, CNN and MLP of one size on the same images: spectra, and how far blocks are apart"
+    figure, axes = panels(4, 3, 5.0, 3.9, title=title)
+    means: dict[tuple[str, Axis, str], list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
+    sizes: Mapping[str, int] = {}
+    for seed in range(number):
+        models = studied(run, seed)
+        sizes = {name: size(one.model) for name, one in models.items()}
+        for column, (name, one) in enumerate(models.items()):
+            accuracies.setdefault(name, []).append(one.accuracy)
+            for row, when in enumerate(WHENS):
+                blocks = one.blocks(when)
+                for axis in AXES:
+                    found = jensen_shannon(blocks, axis=axis)
+                    means.setdefault((when, axis, name), []).append(found.mean)
+                    if seed == 0 and axis == AXES[0]:
+                        title = f"{name}: mean distance of blocks {found.mean:.2f}"
+                        ax = axes[6 * row + 3 + column]
+                        distance_heatmap(found.labels, found.matrix, title=title, ax=ax)
+                if seed == 0:
+                    whole, together = one.whole(when), torch.cat(list(blocks.values()))
+                    lines = {"whole Hessian": whole, "its diagonal blocks": together}
+                    # Nearer to 0, Lanczos puts eigenvalues on arbitrary places.
+                    near = 1e-2 * float(whole.nodes.abs().max())
+                    named = f"{name} {when}, {sizes[name]:,} parameters"
+                    ax = axes[6 * row + column]
+                    spectral_densities(lines, threshold=near, title=named, ax=ax)
+                step()
     checks = []
-    for other in ("CNN", "MLP"):
-        gaps = [a - b for a, b in zip(means["GPT"], means[other])]
-        own = sum(means["GPT"]) / len(gaps)
-        what = f"mean distance of blocks, GPT ({own:.2f}) minus {other}"
-        checks.append(sign_check(what, predicted, gaps, 1))
-    sizes = ", ".join(f"{name} {spectra.size:,}" for name, spectra in first.items())
-    setting = f"parameters: {sizes}; symmetric log axis; {run.effort.repeats} repeats"
+    predicted = "> 0: blocks of transformers are heterogeneous"
+    for when, axis, other in itertools.product(WHENS, AXES, ("CNN", "MLP")):
+        own, others = means[when, axis, "GPT"], means[when, axis, other]
+        levels = f"GPT ({sum(own) / number:.2f}) minus {other} ({sum(others) / number:.2f})"
+        what = f"{when}, {axis} axis: mean distance of blocks, {levels}"
+        checks.append(sign_check(what, predicted, [a - b for a, b in zip(own, others)], 1))
+    for name, values in accuracies.items():
+        learned = mean_check(f"accuracy of {name} on other images", "over 0.5", values, low=0.5)
+        checks.append(replace(learned, ours=True))
+    counts = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
+    setting = f"parameters: {counts}; {run.effort.steps} steps of Adam; {number} repeats"
     return Outcome("Block spectra of GPT, CNN and MLP", setting, checks, figure)
