@@ -67,6 +67,8 @@ def on_two_ranks(expected, rank):
     for layout, build in layouts.items():
         for name in SHARDED:
             assert_equal(trained(build(mesh), name), expected[name], f"{layout}, {name}")
+    for name in ("newton", "gauss_newton"):
+        assert_equal(trained(parallel_models.two_meshes(), name), expected[name], "two meshes")
 
 
 def on_four_ranks(expected, rank):

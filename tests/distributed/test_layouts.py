@@ -1,14 +1,13 @@
 """Training with any layout of the parameters over ranks equals training on one process."""
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import blockopt
 from tests.helpers import parallel_models
 from tests.helpers.optimizers import OPTIMIZERS, random_scales
-from tests.helpers.ranks import run_on_ranks, run_on_two_ranks
+from tests.helpers.ranks import assert_close_by_name, run_on_ranks, run_on_two_ranks
 from tests.helpers.ranks import whole as gathered
 
 STEPS = 3
@@ -34,14 +33,7 @@ def named(parallel):
 def assert_equals_one_process(build, names=tuple(OPTIMIZERS)):
     for name in names:
         found, expected = trained(build(), name), trained(parallel_models.whole(), name)
-        for parameter, value in expected.items():
-            torch.testing.assert_close(
-                found[parameter],
-                value,
-                rtol=1e-9,
-                atol=1e-9,
-                msg=lambda t, p=parameter, n=name: f"{build.__name__}, {n}, {p}: {t}",
-            )
+        assert_close_by_name(found, expected, f"{build.__name__}, {name}")
 
 
 def few_collectives(mesh):

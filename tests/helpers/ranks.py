@@ -57,3 +57,16 @@ def assert_equal_on_ranks(tensor):
     ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, tensor.contiguous())
     assert all(torch.equal(ranks[0], other) for other in ranks)
+
+
+def assert_close_by_name(found, expected, what, tolerance=1e-9):
+    """Tensors by name agree, relatively and absolutely; a message says what and which did not."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{what}, {name}: {text}",
+        )
