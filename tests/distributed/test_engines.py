@@ -1,6 +1,7 @@
 """Engines that flatten or divide parameters: what works equals torch, the rest is refused."""
 
 import os
+import site
 import sys
 import warnings
 from functools import partial
@@ -90,7 +91,7 @@ def test_partitioned_parameters_of_deepspeed_are_refused():
 def import_deepspeed(rank):
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     warnings.simplefilter("ignore")
-    sys.path.append(str(DEEPSPEED))
+    site.addsitedir(str(DEEPSPEED))
     import deepspeed
 
     # All exchanges go through gloo: DeepSpeed would compile its own, which takes a minute.
