@@ -104,6 +104,7 @@ class Studied:
 
     def __init__(self, run: Run, model: nn.Module, seed: int) -> None:
         number, self.model = 32 * run.effort.samples, model
+        self._lanczos_steps, self._batch = 5 * run.effort.probes, 2 * run.effort.samples
         self.images, self.labels = synthetic_images(number, pixel=1.0, seed=seed)
         self.states = {WHENS[0]: self._weights()}
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -122,8 +123,9 @@ class Studied:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def loss(self) -> Tensor:
-        """Return the loss on one batch of 128 images."""
-        return F.cross_entropy(self.model(self.images[:128]), self.labels[:128])
+        """Return the loss on one batch, of 128 images in full."""
+        images, labels = self.images[: self._batch], self.labels[: self._batch]
+        return F.cross_entropy(self.model(images), labels)
 
     def blocks(self, when: str) -> dict[str, Tensor]:
         """Return all eigenvalues of the Hessian of each matrix or kernel."""
@@ -139,7 +141,7 @@ class Studied:
     def whole(self, when: str) -> SpectralDensity:
         """Return the density of the eigenvalues of all parameters, by Lanczos."""
         self.model.load_state_dict(self.states[when])
-        return spectral_density(self._operator(None), num_steps=100, num_probes=2)
+        return spectral_density(self._operator(None), num_steps=self._lanczos_steps, num_probes=2)
 
     def _operator(self, names: list[str] | None) -> HessianOperator:
         return HessianOperator(self.model, self.loss, names=names, check_deterministic=False)
