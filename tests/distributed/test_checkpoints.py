@@ -1,7 +1,8 @@
 """Checkpoints of `torch.distributed.checkpoint`: other optimizers, other numbers of ranks."""
 
+import warnings
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import blockopt
 from tests.helpers import parallel_models
-from tests.helpers.ranks import run_on_ranks, run_on_two_ranks
+from tests.helpers.ranks import assert_close_by_name, run_on_ranks, run_on_two_ranks
 from tests.helpers.ranks import whole as gathered
 
 KINDS = {
@@ -45,17 +46,6 @@ def weights(parallel):
     return {n: gathered(p.detach()).clone() for n, p in parallel.model.named_parameters()}
 
 
-def assert_close(found, expected, what, tolerance=1e-9):
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name],
-            value,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda t, name=name: f"{what}, {name}: {t}",
-        )
-
-
 def adamw_of_torch_and_ours(rank):
     """Sharded and full, from torch's AdamW to BlockAdamW and back: training goes on the same."""
     mesh = init_device_mesh("cpu", (2,))
@@ -75,7 +65,7 @@ def adamw_of_torch_and_ours(rank):
             set_optimizer_state_dict(new.model, other, regrouped, options=options)
             train(old, optimizer, range(2, 4))
             train(new, other, range(2, 4))
-            assert_close(weights(new), weights(old), f"{source} to {target}, full={full}")
+            assert_close_by_name(weights(new), weights(old), f"{source} to {target}, full={full}")
 
 
 def second_moments_of_another_kind(rank):
@@ -95,6 +85,7 @@ def test_two_ranks_load_what_another_optimizer_saved():
     run_on_two_ranks(adamw_of_torch_and_ours, second_moments_of_another_kind)
 
 
+@cache  # each mesh has groups of its own, whose threads never rest
 def layouts(number):
     """The layouts that so many ranks can load into."""
     if number == 1:
@@ -110,10 +101,17 @@ def layouts(number):
     return found
 
 
+# The estimator of each: two that look at closures, and one that keeps sums over many steps.
+CURVATURES = {"coordinate": "newton", "block": "gauss_newton", "muon": "successive_gradients"}
+BEFORE, AFTER = 14, 20  # steps until the checkpoint, and from it on
+
+
 def prepared(build, name):
     parallel = build()
     optimizer = KINDS[name](parallel.model)
-    block_lr = blockopt.BlockLR(optimizer, parallel.model, every=2, by="tensor")
+    block_lr = blockopt.BlockLR(
+        optimizer, parallel.model, curvature=CURVATURES[name], every=3, by="tensor"
+    )
     return parallel, optimizer, block_lr
 
 
@@ -125,12 +123,14 @@ def state_of(parallel, optimizer):
 
 
 def saves(folder, source, rank):
+    warnings.simplefilter("ignore")  # curvature that is nowhere positive
     build = layouts(dist.get_world_size())[source]
     for name in OPTIMIZERS:
         parallel, optimizer, block_lr = prepared(build, name)
-        train(parallel, optimizer, range(3), block_lr)
+        train(parallel, optimizer, range(BEFORE), block_lr)
         dcp.save(state_of(parallel, optimizer), checkpoint_id=folder / f"{source}-{name}")
-        train(parallel, optimizer, range(3, 6), block_lr)
+        train(parallel, optimizer, range(BEFORE, BEFORE + AFTER), block_lr)
+        assert block_lr.history[-1].step > BEFORE  # scales were measured after the checkpoint
         expected = weights(parallel)  # gathered by all ranks, written by one
         if rank == 0:
             torch.save(expected, folder / f"{source}-{name}.pt")
@@ -138,29 +138,32 @@ def saves(folder, source, rank):
 
 
 def loads(folder, source, rank=0):
+    warnings.simplefilter("ignore")
     number = dist.get_world_size() if dist.is_initialized() else 1
-    for layout, build in layouts(number).items():
-        for name in OPTIMIZERS:
+    for index, (layout, build) in enumerate(layouts(number).items()):
+        same = layout == source and number == 4
+        # All of them where bits must agree; on other layouts of four ranks, which are slow, one.
+        names = OPTIMIZERS if same or number < 4 else (OPTIMIZERS[index],)
+        for name in names:
             parallel, optimizer, block_lr = prepared(build, name)
             state = state_of(parallel, optimizer)
             dcp.load(state, checkpoint_id=folder / f"{source}-{name}")
             set_model_state_dict(parallel.model, state["model"])
             set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"])
-            assert block_lr.num_steps == 3
-            train(parallel, optimizer, range(3, 6), block_lr)
+            assert block_lr.num_steps == BEFORE
+            train(parallel, optimizer, range(BEFORE, BEFORE + AFTER), block_lr)
             expected = torch.load(folder / f"{source}-{name}.pt")
-            tolerance = 1e-14 if layout == source else 1e-6
+            tolerance = 0.0 if same else 1e-6
             found = weights(parallel)
-            assert_close(found, expected, f"{source} to {layout}, {name}", tolerance)
+            assert_close_by_name(found, expected, f"{source} to {layout}, {name}", tolerance)
 
 
 @pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_four_ranks_save_and_any_number_loads(tmp_path):
-    """Training goes on as it would have: in the same layout to the last digit but one.
-
-    Not to the last: products of matrices may depend on where in memory they lie.
-    """
+@pytest.mark.filterwarnings("ignore")
+def test_four_ranks_save_and_any_number_loads(tmp_path, monkeypatch):
+    """Training goes on as it would have for 20 steps: in the same layout to the last bit."""
+    # By default MKL's products depend on where in memory the matrices lie.
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     sources = ("FSDP2", "HSDP", "TP x FSDP2")
     tasks = [partial(task, tmp_path, source) for source in sources for task in (saves, loads)]
     run_on_ranks(4, *tasks)
