@@ -155,7 +155,7 @@ def _add_to_sketches(
     sums: list[Reduced] = []
     for part, gradient, products in zip(parts, gradients, probed):
         squares = torch.linalg.vector_norm(gradient, dim=2, keepdim=True).square()
-        sums.append(part.reduced(gradient.mT @ products, part.maps.inp))
+        sums.append(part.reduced(_times_thin(gradient.mT, products), part.maps.inp))
         sums.append(part.reduced(part.masked(squares.repeat(1, 1, part.number)).sum(dim=1)))
     new = iter(sums_over_ranks(sums))
     for damped in chosen:
@@ -172,7 +172,7 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
     Ranks that hold different inputs of the same outputs add up.
     """
     found = [
-        part.masked(some @ part.own_inputs(matrix))
+        part.masked(_times_thin(some, part.own_inputs(matrix)))
         for part, some, matrix in zip(parts, maps, matrices)
     ]
     cut = [index for index, part in enumerate(parts) if part.inputs_are_cut]
@@ -180,6 +180,11 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
     for index, whole in zip(cut, sums):
         found[index] = parts[index].own_outputs(whole.view(-1, found[index].shape[2]))
     return found
+
+
+def _times_thin(matrices: Tensor, thin: Tensor) -> Tensor:
+    """`matrices @ thin`, which a CPU computes up to nine times as fast from the other side."""
+    return (thin.mT @ matrices.mT).mT
 
 
 class OwnPart:

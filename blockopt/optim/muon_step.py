@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockopt.blocks import Blocks, expand
 from blockopt.distributed import full, is_sharded, local, local_part, sums_over_ranks
+from blockopt.optim.chunks import in_chunks
 from blockopt.optim.entry import Entry
 from blockopt.optim.finite_gradients import keep_if, put_back, share_kept
 from blockopt.optim.input_directions import Damped, damp_inputs
@@ -214,8 +215,12 @@ def _apply_part(step: MatrixStep, update: Tensor) -> None:
 
 
 def apply(weights: Tensor, factor: Tensor, kept: float | Tensor, update: Tensor) -> None:
-    """`w ← kept · w − factor · update`."""
-    weights.mul_(kept).addcmul_(update.reshape(weights.shape), factor, value=-1)
+    """`w ← kept · w − factor · update`, in chunks: in another dtype, the update is copied."""
+    update = update.reshape(weights.shape)
+    while weights.ndim > 1 and len(weights) == 1:  # chunks are cut along the first dimension
+        weights, update, factor = weights[0], update[0], factor[0]
+    for (w,), (u,), (f,) in in_chunks([weights], [update], [factor]):
+        w.mul_(kept).addcmul_(u, f, value=-1)
 
 
 def _wide_scale(entry: Entry) -> Tensor:
