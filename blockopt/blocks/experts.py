@@ -36,8 +36,8 @@ def expert_layouts(
     stacks = _stacks(module)
     if len(stacks) < 2:
         return {}
-    if any(ATTENTION_WORDS.keys() & set(words(name)) for name in stacks):
-        return _stacked_attention(module, stacks)
+    if attention := _stacked_attention(module, stacks):
+        return attention
     outs = [n for n in stacks if OUT_WORDS & set(words(n)) or n in OUT_NAMES]
     if len(outs) != 1:
         return {}
@@ -79,10 +79,14 @@ def _experts_of_attention(
 
 def _stacked_attention(module: nn.Module, stacks: dict[str, Tensor]) -> Layouts:
     """Queries, keys and values of three dimensions, of which any may number the heads."""
+    letters = {n: "".join(ATTENTION_WORDS.get(w, "") for w in words(n)) for n in stacks}
+    if not set("qkv") <= set("".join(letters.values())):
+        return {}
     found: Layouts = {}
     for name, stack in stacks.items():
-        letters = "".join(ATTENTION_WORDS.get(word, "") for word in words(name))
-        role = ATTENTION_ROLES[letters[-1]] if letters else "output"
+        if not letters[name] and not {"o", "out", "output", "wo"} & set(words(name)):
+            continue
+        role = ATTENTION_ROLES[letters[name][-1]] if letters[name] else "output"
         reason = f"{type(module).__name__} stores {name} in three dimensions, in an order not told"
         found[stack] = Ambiguity(reason, Layout((role,)))
     return found

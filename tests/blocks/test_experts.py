@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 
 from blockopt import Blocks, Split, find_blocks, param_groups
+from blockopt.blocks import UnknownBlocksError
 from tests.helpers.models import LLAMA_SIZES, block_index
 
 
@@ -100,3 +101,18 @@ def test_experts_in_a_list_are_mlps_and_their_router_is_one():
     )
     assert blocks["1.experts.2.up.weight"] == Blocks(("mlp_in",), 1, Split(0, (32,), (32,)))
     assert blocks["1.shared_expert.down.weight"].roles == ("mlp_out",)
+
+
+def test_stacked_queries_keys_and_values_are_no_experts():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("wq", "wk", "wv"):
+                setattr(self, name, nn.Parameter(torch.zeros(3, 8, 4)))
+            self.wo = nn.Parameter(torch.zeros(3, 4, 8))
+
+    with pytest.raises(UnknownBlocksError, match="stores wq in three dimensions") as refused:
+        find_blocks(Heads())
+    roles = {n: b.roles for n, b in find_blocks(Heads(), overrides=refused.value.overrides).items()}
+    expected = {"wq": ("query",), "wk": ("key",), "wv": ("value",), "wo": ("output",)}
+    assert roles == expected
