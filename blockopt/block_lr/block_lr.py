@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockopt.block_lr import defaults
 from blockopt.block_lr.failed_refreshes import FailedRefreshes
 from blockopt.block_lr.history import History, Refresh, ScaleTable
-from blockopt.block_lr.optimizer_hooks import hooks_for
+from blockopt.block_lr.optimizer_hooks import hooks_for, unwrapped
 from blockopt.block_lr.saved_state import from_text, to_text
 from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_guesses
 from blockopt.block_lr.smoothing import Smoothing
@@ -92,8 +92,10 @@ class BlockLR:
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow; from then on the scales stay.
-        power: The power of the curvature, see `block_scales`.
-        bounds: The smallest and the largest scale.
+        power: The power of the curvature, see `block_scales`: by default -1 for SGD, whose steps
+            are as long as the gradient, and -1/2 for all others.
+        bounds: The smallest and the largest scale: by default 1e-3 and 1e3 for SGD, 0.1 and 10 for
+            all others.
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
         beta: The weight of the past in the smoothed scales, which start at 1; 0 takes each
             measurement as it is.
@@ -112,9 +114,9 @@ class BlockLR:
         TypeError: If the optimizer is not a `torch.optim.Optimizer`.
 
     Example:
-        >>> from blockopt import BlockSGD, param_groups
+        >>> from blockopt import BlockAdamW, param_groups
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), torch.tensor([[3.0, 4.0]])
-        >>> optimizer = BlockSGD(param_groups(model), lr=0.1)
+        >>> optimizer = BlockAdamW(param_groups(model), lr=0.1)
         >>> values = {"0.weight": 4.0, "0.bias": 1.0, "1.weight": 1.0, "1.bias": 1.0}
         >>> curvature = {name: torch.tensor([value]) for name, value in values.items()}
         >>> block_lr = BlockLR(optimizer, model, curvature=lambda *_: curvature, beta=0.0)
@@ -137,8 +139,8 @@ class BlockLR:
         every: int = defaults.EVERY,
         warmup: int = 0,
         until: int | None = None,
-        power: float = defaults.POWER,
-        bounds: tuple[float, float] = defaults.BOUNDS,
+        power: float | None = None,
+        bounds: tuple[float, float] | None = None,
         by: Level = "role",
         beta: float = defaults.BETA,
         fade: int | None = defaults.FADE,
@@ -161,7 +163,10 @@ class BlockLR:
         self._needs_update = self._estimator is not None and self._estimator.needs_update
         self._num_probes, self._seed = num_probes, seed
         self._every, self._warmup, self._until, self._fade = every, warmup, until, fade
-        self._options = ScaleOptions(power, bounds, by)
+        usual_power, usual_bounds = defaults.power_and_bounds(unwrapped(optimizer))
+        self._options = ScaleOptions(
+            usual_power if power is None else power, usual_bounds if bounds is None else bounds, by
+        )
         self._options.check()
         self.history = History()
         self._failed = FailedRefreshes()

@@ -89,8 +89,9 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     group.add_argument("--decay", type=float, default=0.2, help="part of the steps, for wsd")
     group = parser.add_argument_group("block learning rates")
     group.add_argument("--curvature", choices=ESTIMATORS, help="attach a BlockLR that measures it")
-    group.add_argument("--curvature-every", type=int, default=100, help="steps between refreshes")
-    group.add_argument("--curvature-power", type=float, default=-0.5, help="exponent")
+    group.add_argument("--curvature-every", type=int, default=150, help="steps between refreshes")
+    usual = "exponent (default: -1 for SGD, else -0.5)"
+    group.add_argument("--curvature-power", type=float, help=usual)
     levels = ("role", "layer", "tensor", "head")
     group.add_argument("--curvature-by", default="role", choices=levels, help="blocks that share")
     group = add_run_arguments(parser, "results/train")
@@ -191,7 +192,7 @@ def check_ranges(arguments: argparse.Namespace) -> None:
     _check(a, "lr", 0 < a.lr < math.inf, "> 0 and finite")
     _check(a, "betas", all(0 <= beta < 1 for beta in a.betas or ()), "in [0, 1)")
     _check(a, "momentum", 0 <= (a.momentum or 0) < 1, "in [0, 1)")
-    _check(a, "curvature_power", math.isfinite(a.curvature_power), "finite")
+    _check(a, "curvature_power", math.isfinite(a.curvature_power or 0), "finite")
     _check(a, "seed", 0 <= a.seed < 1 << 32, ">= 0 and less than 2^32")
     _check(a, "validation_fraction", 0 < a.validation_fraction <= 0.5, "more than 0, at most 0.5")
     smallest_bpe = f">= {SMALLEST_BPE}, or take --tokenizer bytes"

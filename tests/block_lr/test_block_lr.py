@@ -15,7 +15,7 @@ from blockopt.block_lr.scales import block_scales
 from blockopt.block_lr.smoothing import Smoothing
 from blockopt.curvature import gauss_newton, gradient
 from tests.helpers.block_lr import attached, constant, take_step, weighted_mean_log
-from tests.helpers.optimizers import tiny_gpt, token_loss
+from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:No block had a positive curvature")
 
@@ -132,7 +132,7 @@ def test_the_blocks_are_those_of_the_optimizer():
     model = tiny_gpt()
     blocks = blockopt.find_blocks(model, per_row=(), per_head=False)
     optimizer = blockopt.BlockSGD(blockopt.param_groups(model, blocks), lr=0.1)
-    block_lr = BlockLR(optimizer, model, every=1, by="head", beta=0.0)
+    block_lr = BlockLR(optimizer, model, every=1, by="head", beta=0.0, power=-0.5)
     take_step(model, optimizer)
     block_lr.step(lambda: token_loss(model))
     assert {name: len(scale) for name, scale in block_lr.last_scales.as_dict().items()} == {
@@ -158,12 +158,11 @@ def test_parameters_that_another_optimizer_has_are_measured_but_not_set():
         group for group in blockopt.param_groups(model) if group["role"] in ("mlp_in", "mlp_out")
     ]
     optimizer = blockopt.BlockSGD(groups, lr=0.1)
-    block_lr = BlockLR(
-        optimizer, model, curvature=constant(model, mlp_in=4.0, embedding=0.01), every=1, beta=0.0
-    )
+    curvature, power = constant(model, mlp_in=4.0, embedding=0.01), -0.5
+    block_lr = BlockLR(optimizer, model, curvature=curvature, every=1, beta=0.0, power=power)
     take_step(model, optimizer)
     block_lr.step(lambda: token_loss(model))
-    expected = block_scales(constant(model, mlp_in=4.0, embedding=0.01)(None, None), model)
+    expected = block_scales(curvature(None, None), model, power=power, bounds=(1e-3, 1e3))
     for name, scale in optimizer.block_scales().items():
         torch.testing.assert_close(scale, expected[name])
     assert set(optimizer.block_scales()) == {
@@ -175,7 +174,15 @@ def test_parameters_that_another_optimizer_has_are_measured_but_not_set():
 def test_names_of_a_wrapped_model_are_matched_by_parameter():
     model = tiny_gpt()
     optimizer = blockopt.BlockSGD(blockopt.param_groups(model), lr=0.1)
-    block_lr = BlockLR(optimizer, torch.compile(model), every=1, curvature="gradient", beta=0.0)
+    block_lr = BlockLR(
+        optimizer,
+        torch.compile(model),
+        every=1,
+        curvature="gradient",
+        beta=0.0,
+        power=-0.5,
+        bounds=(0.1, 10),
+    )
     take_step(model, optimizer)
     block_lr.step()
     expected = block_scales(gradient(model), model)
@@ -295,3 +302,15 @@ def test_nothing_keeps_model_and_optimizer_alive():
     references = refreshed()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize(("name", "power"), [("sgd", -1.0), ("adamw", -0.5), ("muon", -0.5)])
+def test_sgd_divides_by_the_curvature_and_others_by_its_root(name, power):
+    model = tiny_gpt()
+    optimizer = OPTIMIZERS[name](blockopt.param_groups(model))
+    block_lr = BlockLR(optimizer, model, curvature=constant(model, mlp_in=9.0), beta=0.0)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    scales = optimizer.block_scales()
+    ratio = scales["h.0.mlp.c_fc.weight"][0] / scales["h.0.mlp.c_proj.weight"][0]
+    assert float(ratio) == pytest.approx(9.0**power, rel=1e-5)

@@ -216,7 +216,7 @@ def test_options_out_of_range_are_refused(options, message):
         (
             lambda m: blockopt.BlockSGD(blockopt.param_groups(tiny_gpt()), lr=1e-3),
             ValueError,
-            r"\(19, 16\) that is none of the model",
+            r"none of the model's \(it has one of shape \(19, 16\)\)",
         ),
         (lambda m: torch.optim.Adafactor(blockopt.param_groups(m), lr=torch.ones(())), None, ""),
         (

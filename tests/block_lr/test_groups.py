@@ -22,6 +22,9 @@ from tests.helpers.optimizers import (
     token_loss,
 )
 
+# That of all optimizers but SGD, so that one expectation serves all of them.
+ROOT_RULE = {"power": -0.5, "bounds": (0.1, 10.0)}
+
 STEPS = 6
 OPTIMIZERS = {
     "adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, weight_decay=0.1),
@@ -76,7 +79,7 @@ def test_the_step_is_that_with_learning_rates_multiplied_by_hand(name, by):
     model, reference = tiny_gpt(), tiny_gpt()
     optimizer = OPTIMIZERS[name](blockopt.param_groups(model, by=by), 1e-2)
     by_hand = OPTIMIZERS[name](blockopt.param_groups(reference, by=by), 1e-2)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), every=3)
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE, every=3)
     means = group_means(model, optimizer.param_groups)
     assert len({round(mean, 6) for mean in means}) > 4
     for number in range(STEPS):
@@ -102,7 +105,7 @@ def test_schedule_free_learning_rates_are_scaled():
         blockopt.param_groups(model, by="parameter"), lr=1e-2
     )
     optimizer.train()
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
     take_step(model, optimizer)
     block_lr.step()
     take_step(model, optimizer)
@@ -120,7 +123,7 @@ def test_groups_without_blocks_of_their_own_get_those_of_the_model():
     model = tiny_gpt()
     groups = [{"params": group["params"]} for group in blockopt.param_groups(model)]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
     take_step(model, optimizer)
     block_lr.step()
     set_gradients(model, {name: torch.ones_like(p) for name, p in model.named_parameters()})
@@ -155,7 +158,7 @@ def test_a_group_of_frozen_parameters_is_left_alone():
         {"params": [("wpe.weight", model.wpe.weight)]},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
     take_step(model, optimizer)
     block_lr.step()
     take_step(model, optimizer)
@@ -238,7 +241,7 @@ def test_the_very_same_learning_rate_is_put_back(tensor):
     model = tiny_gpt()
     lr = torch.tensor(1e-2) if tensor else 1e-2
     optimizer = torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=lr)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
     take_step(model, optimizer)
     block_lr.step()
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -261,7 +264,7 @@ class Raising(torch.optim.SGD):
 
 def raised(model):
     optimizer = Raising(blockopt.param_groups(model, by="parameter"), lr=0.1)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), every=1)
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE, every=1)
     take_step(model, optimizer)
     block_lr.step()
     with pytest.raises(ArithmeticError):
@@ -310,7 +313,7 @@ def test_a_second_one_does_not_multiply_on_top_of_the_first():
     model = tiny_gpt()
     optimizer = torch.optim.SGD(blockopt.param_groups(model, by="parameter"), lr=0.1)
     for _ in range(2):
-        block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+        block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
         take_step(model, optimizer)
         block_lr.step()
     seen = []
@@ -327,7 +330,7 @@ def test_a_group_added_later_is_scaled_from_the_next_refresh_on():
     model = tiny_gpt()
     groups = blockopt.param_groups(model, by="parameter")
     optimizer = torch.optim.SGD(groups[:-1], lr=0.1)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), every=1)
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE, every=1)
     seen = []
     for number in range(4):
         if number == 2:
@@ -343,7 +346,7 @@ def test_a_group_added_later_is_scaled_from_the_next_refresh_on():
 def test_a_copy_of_the_optimizer_is_not_attached():
     model = tiny_gpt()
     optimizer = torch.optim.SGD(blockopt.param_groups(model, by="parameter"), lr=0.1)
-    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model))
+    block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
     copied = copy.deepcopy(optimizer)
     copied.step()
     assert block_lr.num_steps == 0
