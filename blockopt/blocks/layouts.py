@@ -38,11 +38,20 @@ def merge_heads(split: Split) -> Split | None:
 def without_heads(layouts: Layouts) -> Layouts:
     """The same layouts with one block for each of their sections."""
     return {
-        parameter: Layout(layout.roles, merge_heads(layout.split))
+        parameter: Layout(layout.roles, _merged(layout.roles, layout.split))
         if isinstance(layout, Layout) and layout.split is not None
         else layout
         for parameter, layout in layouts.items()
     }
+
+
+def _merged(roles: tuple[str, ...], split: Split) -> Split | None:
+    """One block per section, with a split even for one if it tells that inputs are stored first."""
+    merged = merge_heads(split)
+    usual = 1 if "output" in roles else 0  # the dimension of `nn.Linear` that has the heads
+    if merged is None and split.dim != usual:
+        return Split(split.dim, (split.length,), (1,))
+    return merged
 
 
 def bias_layout(layout: Layout) -> Layout:

@@ -7,13 +7,14 @@ add up what comes out of both by another. What attention leaves free of such map
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import groupby
 
 import torch
 
 from blockopt.blocks.watch.feed_forward import is_activated, reached_units, with_roles
 from blockopt.blocks.watch.forward_graph import Op
 from blockopt.blocks.watch.linear_maps import LinearMap, walk_back
-from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels
+from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import Side
 
 
@@ -33,7 +34,7 @@ def label_parallel_mlps(
     """
     for out in maps.values():
         labels = outputs.units_of(out.weight)
-        free = {unit for unit, fed in labels.items() if not fed}
+        free = _side_by_side(labels)
         if not free or len(free) == len(labels) or not is_activated(out.input, maps):
             continue
         for into, roles in _hidden(out, free, maps, weights):
@@ -50,6 +51,14 @@ def label_parallel_mlps(
 
 
 Unit = tuple[int, ...]
+
+
+def _side_by_side(labels: UnitLabels) -> set[Unit]:
+    """The free units if they lie side by side; scattered ones are gates that happen to be shut."""
+    runs = [list(run) for _, run in groupby(sorted(labels), key=lambda unit: not labels[unit])]
+    free = [run for run in runs if not labels[run[0]]]
+    longest = max(free, key=len, default=[])
+    return set(longest) if 2 * len(longest) > sum(map(len, free)) else set()
 
 
 def _hidden(
