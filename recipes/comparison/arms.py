@@ -106,7 +106,7 @@ def _ours() -> Iterator[Arm]:
             "BlockAdamW by block",
             ADAM_LR,
             DECAY,
-            ": one second moment per block",
+            ": one second moment per block; columns of the embedding whitened",
         ),
         "block-adamw-whitened": (
             "BlockAdamW, whitened",
@@ -118,7 +118,7 @@ def _ours() -> Iterator[Arm]:
             "BlockMuon",
             MUON_LR,
             DECAY,
-            ": Muon with separate queries, keys, values; columns of the embedding whitened",
+            ": preconditioned Muon, query, key and value apart; columns of the embedding whitened",
         ),
     }
     curvatures = {
