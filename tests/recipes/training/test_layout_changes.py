@@ -40,4 +40,5 @@ def test_each_layout_goes_on_from_each_other(optimizer, tmp_path):
     plain = flags(tmp_path / "plain", tmp_path / "cache", options)
     assert run_ranks(plain, "one", 1)[0] == [0]
     found, expected = (losses_of(tmp_path / name / "log.jsonl") for name in ("run", "plain"))
-    assert found == pytest.approx(expected, abs=1e-4)
+    rounding = 1e-3 if "muon" in optimizer else 1e-4  # which orthogonalization amplifies
+    assert found == pytest.approx(expected, abs=rounding)
