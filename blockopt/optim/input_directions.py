@@ -123,7 +123,8 @@ def damp_inputs(chosen: list[Damped]) -> None:
 def dominant_inputs(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """`B` and `B (BᵀB + μ)⁻¹`, of (stack, inputs, fused maps · columns) both.
 
-    Everything is relative to the trace, so that no unit under- or overflows.
+    Everything is relative to the trace, so that no unit under- or overflows. Where rounding, as
+    that of TensorFloat-32, leaves no Cholesky factor, both are 0: this step damps nothing.
     """
     probes, sketch, trace = (state[f"input_{name}"] for name in ("probes", "sketch", "trace"))
     tiny = torch.finfo(trace.dtype).tiny
@@ -131,21 +132,22 @@ def dominant_inputs(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
     sketch = sketch / trace.clamp_min(tiny)[:, :, None, None]
     core = probes.mT @ sketch
     ridge = RIDGE * core.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(RIDGE)
-    basis = torch.linalg.solve_triangular(
-        _cholesky((core + core.mT) / 2, ridge), sketch.mT, upper=False
-    ).mT
+    factor, failed = _cholesky((core + core.mT) / 2, ridge)
+    basis = torch.linalg.solve_triangular(factor, sketch.mT, upper=False).mT
+    basis = basis.masked_fill(failed, 0.0)
     gram = basis.mT @ basis
     captured = gram.diagonal(dim1=2, dim2=3).sum(dim=2)
     rest = ((1 - captured).clamp_min(0) + DAMPING) / len(probes)
-    dual = torch.cholesky_solve(basis.mT, _cholesky(gram, rest)).mT
+    factor, failed = _cholesky(gram, rest)
+    dual = torch.cholesky_solve(basis.mT, factor).mT.masked_fill(failed, 0.0)
     return basis.transpose(1, 2).flatten(2), dual.transpose(1, 2).flatten(2)
 
 
-def _cholesky(matrices: Tensor, plus: Tensor) -> Tensor:
-    """The Cholesky factors of matrices with a number added to the diagonal of each."""
+def _cholesky(matrices: Tensor, plus: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factors of matrices with a number added to each diagonal, and which failed."""
     diagonal = plus[:, :, None] * torch.ones_like(matrices[0, 0, 0])
-    factors: Tensor = torch.linalg.cholesky_ex(matrices + torch.diag_embed(diagonal))[0]
-    return factors
+    factors, info = torch.linalg.cholesky_ex(matrices + torch.diag_embed(diagonal))
+    return factors, (info != 0)[:, :, None, None]
 
 
 def _add_to_sketches(

@@ -118,3 +118,15 @@ def test_a_1x1_convolution():
         return parameter.detach().view(20, 30)
 
     torch.testing.assert_close(step((20, 30, 1, 1)), step((20, 30)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_sketch_without_a_cholesky_factor_damps_nothing():
+    """As rounding may leave it: then a step is that of plain Muon, not one of NaN."""
+    blocks, direction = CASES["query"][0], random(20, 30)
+    state = new_input_state(direction, blocks)
+    state["input_trace"].fill_(1.0)
+    state["input_sketch"].copy_(-state["input_probes"])  # C = -1
+    found, gradient = direction.clone(), torch.zeros_like(direction)
+    entry = Entry("w", direction, gradient, blocks, state)
+    damp_inputs([Damped(entry, gradient, found, 0.1, None)])
+    torch.testing.assert_close(found, direction)
