@@ -18,6 +18,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 
 from blockopt.curvature import ESTIMATORS
 from recipes.common.errors import UsageError, UserError
+from recipes.training.restarts import RENDEZVOUS
 from recipes.training.roll_call import RollCall, is_lost_exchange
 from recipes.training.signals import STOPPED, Preempted
 
@@ -46,7 +47,11 @@ def make_accelerator(arguments: argparse.Namespace) -> Accelerator:
         dynamo_backend=arguments.compile or "no",
         log_with=arguments.track,
         project_dir=arguments.output,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=arguments.timeout))],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(
+                init_method=RENDEZVOUS, timeout=timedelta(seconds=arguments.timeout)
+            )
+        ],
     )
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if cpu and sharded and accelerator.num_processes > 1:

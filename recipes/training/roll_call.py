@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from recipes.common.errors import UserError
+from recipes.training.restarts import attempt
 
 PERIOD, PATIENCE = 1.0, 5.0  # seconds between two looks, and until a rank counts as missing
 ROOT = str(Path(__file__).parents[2])
@@ -137,5 +138,4 @@ def _store() -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     wait = timedelta(seconds=PATIENCE)
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"recipes/train.py/{attempt}", store)
+    return dist.PrefixStore(f"recipes/train.py/{attempt()}", store)

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from recipes.training.restarts import is_restarted, job
+from recipes.training.restarts import RENDEZVOUS, is_restarted, job
 from tests.helpers import ROOT
 from tests.helpers.faulty_ranks import run_ranks
 from tests.helpers.training import flags, losses_of, read_log
@@ -26,14 +29,30 @@ def test_only_a_run_of_the_same_launcher_goes_on(tmp_path, monkeypatch):
     assert not is_restarted(tmp_path / "empty")
 
 
+def test_an_attempt_does_not_find_addresses_of_the_one_before(monkeypatch):
+    """The launcher keeps its store over restarts, with the addresses of ranks that are dead."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    here = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (where | here).items():
+        monkeypatch.setenv(name, value)
+
+    def found():
+        return next(rendezvous(RENDEZVOUS, timeout=timedelta(seconds=5)))[0]
+
+    found().set("address", "of the dead")
+    assert found().get("address") == b"of the dead"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not found().check(["address"])
+
+
 @pytest.mark.distributed
 def test_torchrun_restarts_a_run_that_goes_on(tmp_path):
     """Rank 0 is killed in the middle; the command ends well, with the losses of a whole run."""
     options = "--steps 60 --checkpoint-every 5 --eval-every 0 --timeout 60"
     log, holder = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "run.holder"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    # Gloo now and then refuses the connections of processes that have just been started again.
-    command += ["--max-restarts=10", "--standalone", str(ROOT / "recipes" / "train.py")]
+    command += ["--max-restarts=1", "--standalone", str(ROOT / "recipes" / "train.py")]
     command += flags(tmp_path / "run", tmp_path / "cache", options)
     with (tmp_path / "said.txt").open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
