@@ -3,6 +3,7 @@
     python recipes/compare.py                              the demo: a few minutes on two cores
     python recipes/compare.py --preset small               as shipped: 1M and 3M parameters, hours
     python recipes/compare.py --preset start               every arm over the first 150 steps
+    python recipes/compare.py --preset fine-tune --data corpus/   a checkpoint, on another corpus
     python recipes/compare.py --preset full --workers 16   10M and up, for a real machine
     python recipes/compare.py --arms adamw block-muon --seeds 8 --budget 10
     python recipes/compare.py --list                       the arms, and what each is tuned over

@@ -272,17 +272,17 @@ class MuonWithAdamW(Optimizer):
                 if chosen:
                     params, blocks = map(list, zip(*chosen))
                     found.append({**group, "params": params, "blocks": blocks})
-        if not parts[True] or not parts[False]:
-            raise UsageError(
-                "Optimizer 'muon' needs matrices in layers and other parameters. "
-                "The model lacks one of the two."
-            )
-        self._muon = torch.optim.Muon(
-            parts[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
-        self._adamw = torch.optim.AdamW(parts[False], lr=lr, betas=betas)
-        made = [{**g, "algorithm": "muon"} for g in self._muon.param_groups]
-        made += [{**g, "algorithm": "adamw"} for g in self._adamw.param_groups]
+        if not parts[True]:
+            raise UsageError("Optimizer 'muon' needs matrices in layers, and the model has none.")
+        options = {"lr": lr, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        self._parts: dict[str, Optimizer] = {"muon": torch.optim.Muon(parts[True], **options)}
+        if parts[False]:
+            self._parts["adamw"] = torch.optim.AdamW(parts[False], lr=lr, betas=betas)
+        made = [
+            {**group, "algorithm": name}
+            for name, part in self._parts.items()
+            for group in part.param_groups
+        ]
         super().__init__(made, {"lr": lr})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -291,7 +291,7 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, part in (("muon", self._muon), ("adamw", self._adamw)):
+        for name, part in self._parts.items():
             # Handed over in each step, as loading a checkpoint and sharding a model replace groups
             # and parameters.
             part.state = self.state

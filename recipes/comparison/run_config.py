@@ -23,6 +23,21 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A checkpoint to fine-tune.
+
+    Attributes:
+        key: Of the run that trained it.
+        file: Where its weights are.
+        rank: Of the matrices that LoRA adds and trains, 0 to train all weights.
+    """
+
+    key: str
+    file: str = field(compare=False)
+    rank: int = 0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """All that decides the outcome of a run.
 
@@ -39,6 +54,7 @@ class RunConfig:
         schedule: Schedule of the learning rate.
         device: Where to train.
         threads: Threads that train; another number adds in another order and rounds differently.
+        start: The checkpoint to start from, None for fresh weights.
     """
 
     arm: str
@@ -53,11 +69,17 @@ class RunConfig:
     schedule: str = "linear"
     device: str = "cpu"
     threads: int = 1
+    start: Start | None = None
 
     def described(self) -> dict[str, Any]:
         """Return the configuration as plain data, with what the name of the arm stands for."""
         config = asdict(self) | {"values": dict(self.values), "recipe": ARMS[self.arm].recipe()}
         config["data"].pop("cache")
+        if self.start is None:
+            config.pop("start")
+        else:
+            config["start"].pop("file")
+            config["data"].pop("tokenizer")  # a path; the key of the data tells what is in it
         return config
 
     @property

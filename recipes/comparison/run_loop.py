@@ -22,11 +22,12 @@ from torch import Tensor
 from blockopt.curvature import ESTIMATORS
 from recipes.common.checkpoints import CheckpointError, Checkpoints
 from recipes.common.errors import UsageError
-from recipes.common.gpt2 import GPT2
+from recipes.common.files import whole_file
 from recipes.common.schedules import schedule
 from recipes.common.training import Batch, Training, token_loss
 from recipes.comparison.arms import ARMS, build
 from recipes.comparison.run_config import DataConfig, RunConfig
+from recipes.comparison.starting_model import starting_model
 from recipes.data.token_data import TokenData, load_data
 
 CLIP = 1.0
@@ -49,20 +50,20 @@ class _Progress:
         self.lines.append(json.dumps(line, allow_nan=False))
 
 
-def train(config: RunConfig, folder: Path, code: str) -> list[str]:
+def train(config: RunConfig, folder: Path, code: str, weights: Path | None = None) -> list[str]:
     """Train to the end, and return the lines of the run's file, one per step and per refresh.
 
     Args:
         config: What to run.
         folder: Where checkpoints lie. If there is one, the run continues from it.
         code: Hash of the sources. Checkpoints of other code are ignored.
+        weights: Where to keep the trained weights, None for nowhere.
     """
     torch.set_num_threads(config.threads)
     data, arm = token_data(config.data), ARMS[config.arm]
     sizes = {"batch_size": config.batch_size, "context": config.model.context}
     batches = data.batches("train", seed=config.seed, **sizes)
-    torch.manual_seed(config.seed)
-    model = GPT2(config.model).to(config.device)  # drawn on the CPU: the same weights everywhere
+    model = starting_model(config)
     diverged, checkpoints = None, Checkpoints(folder)
     warmup = max(1, round(WARMUP * config.steps))
     with warnings.catch_warnings():
@@ -86,7 +87,7 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
     final = evaluate(training, data, config) if diverged is None else math.inf
     if diverged is None and not math.isfinite(final):
         diverged = f"evaluation: the loss is {final}"
-    numel = sum(p.numel() for p in model.parameters())
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     progress.write(
         {
             "final": final if math.isfinite(final) else None,
@@ -99,6 +100,10 @@ def train(config: RunConfig, folder: Path, code: str) -> list[str]:
             "failed_refreshes": 0 if training.block_lr is None else training.block_lr.failures,
         }
     )
+    if weights is not None:
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(weights) as file:
+            torch.save(model.state_dict(), file)
     return progress.lines
 
 

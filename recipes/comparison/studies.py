@@ -16,7 +16,8 @@ from blockopt.checks import check_count
 from recipes.common.gpt2 import PRESETS as MODELS
 from recipes.common.gpt2 import GPT2Config
 from recipes.comparison.arms import ARMS, Arm
-from recipes.comparison.run_config import DataConfig, RunConfig
+from recipes.comparison.pretraining import Pretraining, checkpoint, tokenizer_of
+from recipes.comparison.run_config import DataConfig, RunConfig, Start
 from recipes.comparison.run_loop import token_data
 from recipes.comparison.runs import RunResult
 from recipes.comparison.tuning import Axis, Tuned, tune
@@ -43,6 +44,8 @@ class Study:
         evaluation: Batches of held-out data.
         device: Where to train.
         threads: Threads of each run.
+        pretraining: What trains the checkpoint that is fine-tuned, None for fresh weights.
+        start: That checkpoint, once the study is prepared.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Study:
     evaluation: int = 32
     device: str = "cpu"
     threads: int = 1
+    pretraining: Pretraining | None = None
+    start: Start | None = None
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "budget", "seeds", "length_seeds", "evaluation", "threads")
@@ -86,12 +91,22 @@ class Study:
         return self.budget + len(self.tests())
 
     def prepared(self, cache: Path | None) -> Study:
-        """Load the data, and return the study with their vocabulary, context and key."""
+        """Load the data, and return the study with their vocabulary, context and key.
+
+        A checkpoint that is to be fine-tuned is trained now, unless the cache has it.
+        """
         config = replace(self.data, cache=None if cache is None else str(cache))
+        if self.pretraining is not None:
+            tokenizer = tokenizer_of(self.pretraining, self.model.vocab_size, cache)
+            config = replace(config, tokenizer=tokenizer)
         data = token_data(config)
         context = data.context or self.model.context
         model = replace(self.model, vocab_size=data.vocab_size, context=context)
-        return replace(self, data=replace(config, key=data.key), model=model)
+        prepared = replace(self, data=replace(config, key=data.key), model=model)
+        if self.pretraining is None:
+            return prepared
+        start = checkpoint(self.pretraining, model, self.batch_size, cache)
+        return replace(prepared, start=start)
 
     def config(
         self, arm: str, values: Mapping[str, float], seed: int, steps: int, purpose: str
@@ -109,6 +124,7 @@ class Study:
             purpose=purpose,
             device=self.device,
             threads=self.threads,
+            start=self.start,
         )
 
 
@@ -199,6 +215,9 @@ LONGER = ("shipped-adamw", "shipped-muon", "muon-groups", "shipped-block-adamw-w
 LONGER += ("shipped-block-muon",)
 DEMO = ("adamw", "adam-mini", "muon", "block-adamw+newton", "block-adamw-block", "block-muon")
 DEMO += ("block-muon+newton",)
+TUNED_FURTHER = ("shipped-adamw", "shipped-muon", "shipped-block-adamw+newton")
+TUNED_FURTHER += ("shipped-block-adamw-whitened", "shipped-block-muon")
+SMALL = "Salesforce/wikitext:wikitext-2-raw-v1"
 LARGE = "Salesforce/wikitext:wikitext-103-raw-v1"  # the standard library would be repeated often
 
 
@@ -225,6 +244,8 @@ def presets() -> dict[str, tuple[Study, ...]]:
     full = {"steps": 4000, "batch_size": 32, "budget": 20, "seeds": 8}
     larger = {"steps": 8000, "batch_size": 32, "budget": 6, "seeds": 5}
     muon = {"baseline": "shipped-muon"}
+    further = {"steps": 100, "batch_size": 8, "budget": 6, "seeds": 5}
+    tuned_on = {"source": SMALL, "baseline": "shipped-adamw", "lengths": (0.5, 1.0, 3.0)}
     return {
         "demo": (_study("0.2M", DEMO, tiny, demo, tokenizer="bytes", **long),),
         "small": (
@@ -234,6 +255,17 @@ def presets() -> dict[str, tuple[Study, ...]]:
         "start": (
             _study("1M", every, MODELS["1M"], start, **short),
             _study("3M", BEST, MODELS["3M"], confirmed),
+        ),
+        "fine-tune": tuple(
+            _study(
+                f"1M-{name}",
+                TUNED_FURTHER,
+                MODELS["1M"],
+                further,
+                pretraining=Pretraining(rank=rank),
+                **tuned_on,
+            )
+            for name, rank in (("all-weights", 0), ("lora", 8))
         ),
         "full": (
             _study("10M", tuned, MODELS["10M"], full, source=LARGE, **long),
