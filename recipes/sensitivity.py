@@ -3,9 +3,12 @@
     python recipes/sensitivity.py                                       a quarter of an hour
     python recipes/sensitivity.py --optimizers block-adamw --size 1M --steps 1200 --seeds 3
     python recipes/sensitivity.py --data corpus/                        another corpus
+    python recipes/sensitivity.py --signals                             and what predicts it
 
 Writes `sensitivity.json` and `sensitivity.png`, the change of the final loss by each multiplier
 against all scales 1. Finished runs are kept and read, so the same command goes on after a kill.
+`--signals` also measures every curvature of blockopt, how straight the path of each role is and how
+long its steps are beside its weights, and says how well each orders the roles as the truth does.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from recipes.common.errors import one_line_errors
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import PRESETS
-from recipes.comparison import role_scales
+from recipes.comparison import role_scales, signals
 from recipes.comparison.role_scales import Case
 from recipes.comparison.run_config import DataConfig
 from recipes.comparison.runs import RunResult, provenance
@@ -50,8 +53,11 @@ def main() -> None:
     data = study.data.source.rstrip("/").rsplit("/", 1)[-1]
     title = f"GPT-2 of {options.size}, {data}, {study.steps:,} steps, {options.seeds} seeds"
     about = {"title": title, "learning rates": role_scales.OPTIMIZERS, **provenance()}
-    kept = [{n: v for n, v in row.items() if v == v} for row in rows]
-    write_whole(options.out / "sensitivity.json", json.dumps({"about": about, "rows": kept}))
+    found = {"about": about, "rows": [{n: v for n, v in row.items() if v == v} for row in rows]}
+    if options.signals:
+        with one_line_errors():
+            found["signals"] = all_signals(study, options, rows, console)
+    write_whole(options.out / "sensitivity.json", json.dumps(found))
     role_scales.draw(rows, title).savefig(options.out / "sensitivity.png", dpi=130)
     console.print(f"Wrote {options.out / 'sensitivity.json'} and sensitivity.png beside it.")
 
@@ -66,6 +72,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--data", default="stdlib", help="as for recipes/prepare_data.py")
+    parser.add_argument("--signals", action="store_true", help="measure what could predict it")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
     parser.add_argument("--out", type=Path, default=Path("results/sensitivity"), help="folder")
     add_cache_argument(parser)
@@ -116,6 +123,32 @@ def run_all(
             finals[places[future]] = future.result().final
             progress.advance(task)
     return finals
+
+
+def all_signals(
+    study: Study,
+    options: argparse.Namespace,
+    rows: list[dict[str, object]],
+    console: Console,
+) -> list[dict[str, object]]:
+    """Measure every signal with every optimizer, and print how well it predicts the truth."""
+    table = Table("optimizer", "signal", "rank correlation", "95 % interval")
+    found: list[dict[str, object]] = []
+    wanted = [(name, signal) for name in options.optimizers for signal in signals.SIGNALS]
+    with Progress(console=console) as progress:
+        for optimizer, signal in progress.track(wanted, description="signals"):
+            lr = role_scales.OPTIMIZERS[optimizer]
+            config = role_scales.config(study, Case(optimizer), lr, 0)
+            asked, paid = signals.measured(config, signal), signals.truth(rows, optimizer)
+            both = [roles for roles in paid if roles in asked]
+            value, low, high = signals.correlation(
+                [asked[r] for r in both], [paid[r] for r in both]
+            )
+            row = {"optimizer": optimizer, "signal": signal, "by role": asked}
+            found.append(row | {"correlation": value, "low": low, "high": high})
+            table.add_row(optimizer, signal, f"{value:+.2f}", f"[{low:+.2f}, {high:+.2f}]")
+    console.print(table)
+    return found
 
 
 def show(rows: list[dict[str, object]], console: Console) -> None:
