@@ -1,25 +1,20 @@
-"""The closed form of an attention layer of a model: Llama, Mistral, Qwen, Gemma and their like."""
+"""The closed form of an attention layer of a model: GPT-2, Llama, Qwen, Gemma and their like."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blockopt.analysis.closed_forms.attention_weights import ROLES, attention_weights
 from blockopt.analysis.closed_forms.normalization import NormKind
 from blockopt.analysis.closed_forms.output_loss import OutputLoss
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 
-# Names of the projections; Phi and LFM2 have others for the last.
-PROJECTIONS = {
-    "query": ("q_proj",),
-    "key": ("k_proj",),
-    "value": ("v_proj",),
-    "output": ("o_proj", "dense", "out_proj"),
-}
 # What changes scores or attention beyond the closed forms, by the attribute that tells
 BEYOND = {
     "attn_logit_softcapping": "a soft cap bends its scores",  # Gemma 2
@@ -40,12 +35,13 @@ def attention_hessian(
 ) -> SelfAttentionHessian:
     """Return the Hessian of `loss(module(hidden_states))` by the weights of the layer.
 
-    The layer has `q_proj`, `k_proj`, `v_proj` and `o_proj`, with or without biases, optionally
-    `q_norm` and `k_norm` of each head, and its call is that of transformers. Its own output is
+    Its queries, keys and values may be separate or fused in any order, as in GPT-2 (`c_attn`),
+    GPT-NeoX (`query_key_value`), Phi-3 (`qkv_proj`) and `nn.MultiheadAttention`, with or without
+    biases, and optionally with a norm of the queries and the keys of each head. Its own output is
     compared with that of the closed form, so that a layer that computes anything else is refused;
     so are sinks (gpt-oss) and soft caps (Gemma 2), which bend small scores too little to show.
-    Entries are in the layout of closed forms: by head, and by input before output. The weight of
-    `q_proj` is `W_Q.mT.flatten(0, 1)`.
+    Entries are in the layout of closed forms: by role, by head, and by input before output. The
+    weight of a `q_proj` is `W_Q.mT.flatten(0, 1)`.
 
     Args:
         module: The attention layer, for example `model.model.layers[0].self_attn`.
@@ -54,72 +50,50 @@ def attention_hessian(
         rotary: Its rotations; for models of transformers
             `RotaryPositions(*model.model.rotary_emb(hidden_states, positions))`.
         mask: Bool, True where a position sees another, (L, L) or (B, L, L). By default causal,
-            within the sliding window of the layer if it has one.
+            within the sliding window of the layer if it has one; everything if the layer says that
+            it is not causal.
 
     Raises:
         ValueError: If a projection is missing, or the layer computes something else.
     """
-    layers, head_dim = _projections(module), _head_dim(module)
     for name, what in BEYOND.items():
         if getattr(module, name, None) is not None:
             raise ValueError(
                 f"Invalid module {type(module).__name__}: {what}, which no closed form has. Use a "
                 "HessianOperator of the model."
             )
-    if mask is None:
-        mask = _causal_mask(module, hidden_states)
-    weights, biases = {}, {}
-    for role, layer in layers.items():
-        weights[role] = layer.weight.T.unflatten(int(role != "output"), (-1, head_dim))
-        if layer.bias is not None:
-            biases[role] = layer.bias if role == "output" else layer.bias.view(-1, head_dim)
-    query, key, value = (weights[role].movedim(1, 0) for role in ("query", "key", "value"))
+    mask = _default_mask(module, hidden_states) if mask is None else mask
+    matrices, biases = attention_weights(module)
+    query, key, value, output = (matrices[role] for role in ROLES)
     hessian = SelfAttentionHessian(
         *(hidden_states, query, key, value),
         loss=loss,
-        W_U=weights["output"],
+        W_U=output,
         mask=mask,
-        scale=getattr(module, "scaling", None),
+        scale=_scale(module),
         biases=biases,
         rotary=rotary,
-        norms=_norms(module, head_dim),
+        norms=_norms(module, query.shape[-1]),
     )
     _check_output(module, hidden_states, mask, rotary, hessian.attention.output)
     return hessian
 
 
-def _projections(module: nn.Module) -> dict[str, Any]:
-    """Return the layers that make queries, keys, values and the output."""
-    found = {
-        role: next((getattr(module, name) for name in names if hasattr(module, name)), None)
-        for role, names in PROJECTIONS.items()
-    }
-    missing = [PROJECTIONS[role][0] for role, layer in found.items() if layer is None]
-    if missing:
-        raise ValueError(
-            f"Invalid module {type(module).__name__}: it has no {', '.join(missing)}. Give the "
-            "weights to SelfAttentionHessian."
-        )
-    return found
-
-
-def _causal_mask(module: nn.Module, hidden_states: Tensor) -> Tensor:
+def _default_mask(module: nn.Module, hidden_states: Tensor) -> Tensor:
     """Return who sees whom by default, (L, L)."""
     length = hidden_states.shape[1]
-    mask = torch.ones(length, length, dtype=torch.bool, device=hidden_states.device).tril()
+    mask = torch.ones(length, length, dtype=torch.bool, device=hidden_states.device)
+    if getattr(module, "is_causal", True) is False:
+        return mask
     config = getattr(module, "config", None)
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return mask if window is None else mask.triu(1 - int(window))
+    return mask.tril() if window is None else mask.tril().triu(1 - int(window))
 
 
-def _head_dim(module: nn.Module) -> int:
-    head_dim = getattr(module, "head_dim", None)
-    if not isinstance(head_dim, int):
-        raise ValueError(
-            f"Invalid module {type(module).__name__}: it has no head_dim. Give the weights to "
-            "SelfAttentionHessian."
-        )
-    return head_dim
+def _scale(module: nn.Module) -> float | None:
+    """Return the factor of the scores that the layer declares, if it does."""
+    declared = (getattr(module, name, None) for name in ("scaling", "scale"))
+    return next((number for number in declared if isinstance(number, float)), None)
 
 
 def _norms(module: nn.Module, head_dim: int) -> dict[str, HeadNorm]:
@@ -127,7 +101,7 @@ def _norms(module: nn.Module, head_dim: int) -> dict[str, HeadNorm]:
     found = {}
     for role, name in (("query", "q_norm"), ("key", "k_norm")):
         norm: Any = getattr(module, name, None)
-        if isinstance(norm, nn.Module):
+        if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
             epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
             kind: NormKind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
             gain = getattr(norm, "weight", None)
@@ -162,18 +136,18 @@ def _check_output(
     found: Tensor,
 ) -> None:
     """Raise `ValueError` unless the layer's own output is the one found here."""
-    added = torch.zeros(mask.shape, dtype=hidden_states.dtype, device=hidden_states.device)
-    added = added.masked_fill(~mask, torch.finfo(added.dtype).min)
-    added = added.expand(len(hidden_states), *mask.shape[-2:]).unsqueeze(1)
-    embeddings = None if rotary is None else (rotary.cos, rotary.sin)
     training = module.training
     try:
         module.eval()
         with torch.no_grad():
-            output = module(hidden_states, position_embeddings=embeddings, attention_mask=added)
+            output = _own_output(module, hidden_states, mask, rotary)
+    except TypeError as reason:
+        raise ValueError(
+            f"Invalid module {type(module).__name__}: it cannot be called as attention layers of "
+            f"transformers are ({reason}). Give its weights to SelfAttentionHessian."
+        ) from reason
     finally:
         module.train(training)
-    output = output[0] if isinstance(output, tuple) else output
     error, size = float((output - found).abs().max()), float(output.abs().max())
     if not error <= TOLERANCE * size:
         raise ValueError(
@@ -181,3 +155,27 @@ def _check_output(
             "softmax attention with these projections. Check rotary and mask. A layer that "
             "computes anything else needs a HessianOperator of the model."
         )
+
+
+def _own_output(
+    module: nn.Module, hidden_states: Tensor, mask: Tensor, rotary: RotaryPositions | None
+) -> Tensor:
+    """Call the layer; one that takes no mask has its own."""
+    visible = mask.expand(len(hidden_states), *mask.shape[-2:])
+    if isinstance(module, nn.MultiheadAttention):
+        X = hidden_states if module.batch_first else hidden_states.transpose(0, 1)
+        hidden = ~visible.repeat_interleave(module.num_heads, 0)
+        output: Tensor = module(X, X, X, attn_mask=hidden, need_weights=False)[0]
+        return output if module.batch_first else output.transpose(0, 1)
+    added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    added = added.masked_fill(~visible, torch.finfo(added.dtype).min).unsqueeze(1)
+    given = {
+        "position_embeddings": None if rotary is None else (rotary.cos, rotary.sin),
+        "attention_mask": added,
+    }
+    accepted = inspect.signature(module.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        given = {name: value for name, value in given.items() if name in accepted}
+    returned = module(hidden_states, **given)
+    output = returned[0] if isinstance(returned, tuple) else returned
+    return output

@@ -19,12 +19,12 @@ from blockopt.analysis.closed_forms.checks import Part, check_part
 
 
 class _Known(NamedTuple):
-    """What `curvature` last returned, and for which tensors: each block asks for the same."""
+    """`left Λ_i` of each position, and for which tensors: blocks of one weight share it."""
 
     tensors: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     gradient: Tensor
-    curvature: Tensor
+    rows: Tensor
 
 
 class PositionwiseLoss:
@@ -96,32 +96,37 @@ class PositionwiseLoss:
     ) -> Tensor:
         """Return `left Λ_i rightᵀ` of each position, see `OutputLoss`.
 
-        The last result is kept, and returned again for the same tensors while the gradient is the
-        same. If the network has been trained further, make a new `SelfAttentionHessian`, whose
-        gradient is that of the time when it was made.
+        `left Λ_i` is kept, and used again for the same tensors while the gradient is the same. If
+        the network has been trained further, make a new `SelfAttentionHessian`, whose gradient is
+        that of the time when it was made.
         """
-        tensors = (output, left, right)
+        tensors = (output, left)
         versions = tuple(t._version for t in tensors if t is not None)
         gradient, known = self.gradient(output), self._known
-        if known is not None and versions == known.versions:
-            same = all(a is b for a, b in zip(tensors, known.tensors))
-            if same and torch.equal(gradient, known.gradient):
-                return known.curvature
+        if (
+            known is None
+            or versions != known.versions
+            or any(a is not b for a, b in zip(tensors, known.tensors))
+            or not torch.equal(gradient, known.gradient)
+        ):
+            known = self._known = _Known(tensors, versions, gradient, self._rows(output, left))
+        return known.rows if right is None else known.rows @ right.detach().mT
+
+    def _rows(self, output: Tensor, left: Tensor | None) -> Tensor:
+        """Return `left Λ_i` of each position, (B, L, r, d): one product per row."""
         identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
-        rows, columns = (identity if side is None else side.detach() for side in (left, right))
+        rows = identity if left is None else left.detach()
         with torch.enable_grad():
             point = output.detach().requires_grad_()
             predictions = self._predictions(point)
             if self.part == "outer":
-                found = self._outer(point, predictions, rows, columns)
+                found = self._outer(point, predictions, rows)
             else:
                 slope = self._slope(point, predictions)
-                along = [_derivative(slope, point, column.expand_as(slope)) for column in columns]
-                found = torch.stack(along, -1)
-                found = found if left is None else rows @ found
+                along = [_derivative(slope, point, row.expand_as(slope)) for row in rows]
+                found = torch.stack(along, -2)
         if self.check:
             self._check(output)
-        self._known = _Known(tensors, versions, gradient, found)
         return found
 
     def _predictions(self, output: Tensor) -> Tensor:
@@ -144,15 +149,15 @@ class PositionwiseLoss:
             value = (residual * predictions).sum()
         return _derivative(value, point, create_graph=True)
 
-    def _outer(self, point: Tensor, predictions: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return `rows J_iᵀ Λ J_i columnsᵀ` with Λ of the predictions."""
+    def _outer(self, point: Tensor, predictions: Tensor, rows: Tensor) -> Tensor:
+        """Return `rows J_iᵀ Λ J_i` with Λ of the predictions."""
         middle = predictions.detach().requires_grad_()
         slope = _derivative(self._scalar(middle), middle, create_graph=True)
         identity = torch.eye(middle.shape[-1], dtype=middle.dtype, device=middle.device)
         inner = torch.stack([_derivative(slope, middle, e.expand_as(slope)) for e in identity], -1)
         backward = [_derivative(predictions, point, e.expand_as(predictions)) for e in identity]
         J = torch.stack(backward, -2)  # (B, L, V, d)
-        return (J @ rows.mT).mT @ (inner @ (J @ columns.mT))
+        return (J @ rows.mT).mT @ inner @ J
 
     def _check(self, output: Tensor) -> None:
         """Move a random half of the positions; the gradient at the others must not change."""

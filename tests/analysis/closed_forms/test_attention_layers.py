@@ -131,7 +131,6 @@ def test_layers_of_transformers(case):
         ("Gemma2", "Invalid module Gemma2Attention: a soft cap bends its scores"),
         ("Olmo2", r"Invalid q_norm of Olmo2Attention, with gains of shape \(24,\)"),
         ("HunYuanDenseV1", "The output of HunYuanDenseV1Attention differs by"),  # rotates first
-        ("Phi3", "Invalid module Phi3Attention: it has no q_proj, k_proj, v_proj"),
     ],
 )
 def test_families_without_a_closed_form(family, message):
@@ -154,8 +153,5 @@ def test_layers_that_compute_something_else():
     single = RotaryPositions(rotary.cos.float(), rotary.sin.float())
     with pytest.raises(ValueError, match=r"angles of torch\.float32.*cos\.to\(X\)"):
         attention_hessian(module, X, loss, rotary=single)
-    with pytest.raises(ValueError, match="it has no q_proj, k_proj, v_proj, o_proj"):
+    with pytest.raises(ValueError, match="it has no map of role query, key, value, output"):
         attention_hessian(torch.nn.Linear(2, 2), X, loss)
-    del module.head_dim
-    with pytest.raises(ValueError, match="it has no head_dim"):
-        attention_hessian(module, X, loss)
