@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, metavar="N", help=samples)
     limit = "the most that the process may take; what does not fit is left out, and said"
     add("--memory", type=float, metavar="GIB", help=f"{limit} (default: what is free)")
-    files = "report.html, the page to read; report.json, blocks.csv, and the plots"
+    files = "report.html, the page to read; report.json, blocks.csv, the plots, and, of more than "
+    files += "100 blocks, pairs.pt"
     add("--out", metavar="FOLDER", help=f"write {files} there; a run that was killed continues")
 
 

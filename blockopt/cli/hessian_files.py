@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import io
 import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blockopt
 from blockopt.analysis.formatting import plain
@@ -21,6 +23,8 @@ from blockopt.analysis.model_report import HessianReport
 from blockopt.blocks import Blocks
 from blockopt.cli.configs import import_transformers
 from blockopt.cli.local_model import Corpus, LocalModel
+
+MOST_BLOCKS = 100  # whose pairs are in report.json; a thousand blocks have a million pairs
 
 
 def describe_measurement(
@@ -54,7 +58,15 @@ def write_report(
 ) -> list[Path]:
     """Write all files, and return their paths; partial results are no longer needed then."""
     paths = [folder / "report.json", folder / "blocks.csv"]
-    text = json.dumps({**plain(record), "report": report.to_dict()}, indent=1, allow_nan=False)
+    described, kept = plain(record), report
+    if len(report.blocks) > MOST_BLOCKS:
+        pairs, kept = _pairs_apart(report)
+        content = io.BytesIO()
+        torch.save(pairs, content)
+        paths.append(folder / "pairs.pt")
+        _write(paths[-1], content.getvalue())
+        described["pairs"] = paths[-1].name
+    text = json.dumps({**described, "report": kept.to_dict()}, allow_nan=False)
     _write(paths[0], f"{text}\n".encode())
     rows = report.rows()
     columns = max(rows, key=len)  # small blocks have fewer tops
@@ -74,6 +86,22 @@ def write_report(
             paths.append(folder / name)
     (folder / "partial.pt").unlink(missing_ok=True)
     return paths
+
+
+def _pairs_apart(report: HessianReport) -> tuple[dict[str, Tensor | list[str]], HessianReport]:
+    """Return what the report holds of pairs of blocks, in float32, and the report without it."""
+    pairs: dict[str, Tensor | list[str]] = {"blocks": [str(group) for group in report.blocks]}
+    none, mass = torch.zeros(0), report.mass
+    if mass is not None:
+        pairs["squared_norms"] = mass.matrix.float()
+        pairs["standard_errors"] = mass.standard_error.float()
+        mass = replace(mass, labels=(), matrix=none, standard_error=none, traces=())
+    distance = {}
+    for axis, found in report.distance.items():
+        pairs[f"labels of distances on a {axis} axis"] = [str(label) for label in found.labels]
+        pairs[f"distances on a {axis} axis"] = found.matrix.float()
+        distance[axis] = replace(found, labels=(), matrix=none)
+    return pairs, replace(report, mass=mass, distance=distance)
 
 
 def _write(path: Path, content: bytes) -> None:

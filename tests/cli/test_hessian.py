@@ -345,3 +345,24 @@ def test_many_blocks_are_summed_by_role_on_the_terminal(tmp_path, text, monkeypa
     printed = capsys.readouterr().out
     assert "blocks by role:" in printed
     assert "layer 0 head" in printed
+
+
+def test_pairs_of_many_blocks_are_in_a_file_of_their_own(tmp_path, text, monkeypatch):
+    folder = config_folder(tmp_path / "model")
+    options = (folder, "--text", text, *QUICK[:-2], "--starts", "1", "--by", "tensor")
+    whole, out = run_files(tmp_path, *options, "--only", "mlp.*")
+    assert not (out / "pairs.pt").exists()
+    monkeypatch.setattr("blockopt.cli.hessian_files.MOST_BLOCKS", 3)
+    found, out = run_files(tmp_path, *options, "--only", "mlp.*")
+    pairs = torch.load(out / "pairs.pt", weights_only=True)
+    mass, distance = (whole["report"][name] for name in ("mass", "distance"))
+    assert pairs["blocks"] == mass["labels"] == list(found["report"]["blocks"])
+    torch.testing.assert_close(pairs["squared_norms"], torch.tensor(mass["matrix"]))
+    torch.testing.assert_close(pairs["standard_errors"], torch.tensor(mass["standard_error"]))
+    for axis in ("linear", "symmetric log"):
+        assert pairs[f"labels of distances on a {axis} axis"] == distance[axis]["labels"]
+        found_distances = pairs[f"distances on a {axis} axis"]
+        torch.testing.assert_close(found_distances, torch.tensor(distance[axis]["matrix"]))
+    assert found["pairs"] == "pairs.pt"
+    assert found["report"]["mass"]["matrix"] == []
+    assert found["report"]["mass"]["off_diagonal"] == mass["off_diagonal"]
