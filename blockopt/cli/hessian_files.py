@@ -61,10 +61,10 @@ def write_report(
     described, kept = plain(record), report
     if len(report.blocks) > MOST_BLOCKS:
         pairs, kept = _pairs_apart(report)
-        content = io.BytesIO()
-        torch.save(pairs, content)
+        saved = io.BytesIO()
+        torch.save(pairs, saved)
         paths.append(folder / "pairs.pt")
-        _write(paths[-1], content.getvalue())
+        _write(paths[-1], saved.getvalue())
         described["pairs"] = paths[-1].name
     text = json.dumps({**described, "report": kept.to_dict()}, allow_nan=False)
     _write(paths[0], f"{text}\n".encode())
