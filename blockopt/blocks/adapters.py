@@ -124,9 +124,15 @@ def _cut_dim(parts: list[str], parameter: Tensor, layer: nn.Module, layout: Layo
     if linear is None:
         return None
     at_inputs = layout.split.dim == linear.in_dim
+    size = linear.in_size if at_inputs else linear.out_size
     for name, dim in (INPUT_SIDE if at_inputs else OUTPUT_SIDE).items():
-        if name in parts:
+        if name in parts and (parameter.shape[dim] == size or not name.startswith("lora")):
             return dim % parameter.ndim
+    known = any(name in parts for name in (*INPUT_SIDE, *OUTPUT_SIDE))
+    by_hand = not known or {"lora_A", "lora_B"} & set(parts)
+    if by_hand and ({"a", "down"} if at_inputs else {"b", "up"}) & _words(parts):
+        dims = [dim for dim, length in enumerate(parameter.shape) if length == size]
+        return dims[0] if len(dims) == 1 else None  # written by hand, in any order
     if "ia3_l" in parts:  # (1, inputs) or (outputs, 1)
         dim = 1 if parameter.shape[0] == 1 else 0
         return dim if (dim == 1) == at_inputs else None
@@ -134,9 +140,12 @@ def _cut_dim(parts: list[str], parameter: Tensor, layer: nn.Module, layout: Layo
     if vector and parts[-1] in ("original0", "weight_g"):  # the norms of a weight_norm
         dim = max(range(parameter.ndim), key=lambda d: parameter.shape[d])
         return dim if dim == layout.split.dim else None
-    known = any(name in parts for name in (*INPUT_SIDE, *OUTPUT_SIDE))
     same = not known and parameter.shape == linear.weight.shape
     return layout.split.dim if same else None
+
+
+def _words(parts: list[str]) -> set[str]:
+    return {word for part in parts for word in words(part)}
 
 
 def shared_layout(

@@ -14,6 +14,8 @@ from torch import nn
 from blockopt.blocks.attention_heads import Heads, read_heads
 from blockopt.blocks.attention_kinds import (
     deformable,
+    in_a_list,
+    one_of_heads,
     one_query,
     stored_by_head,
     torch_attention,
@@ -26,6 +28,7 @@ from blockopt.blocks.known_modules import (
     GATE_WORDS,
     GATED_QUERY_TYPES,
     OUTPUT_WORDS,
+    PLAIN_WORDS,
     POSITION_WORDS,
     UNKNOWN_ORDER_NAMES,
 )
@@ -71,7 +74,7 @@ def attention_layouts(
         if named:
             layouts |= _Reader(module, ancestors, maps, named).layouts()
         elif not layouts:
-            layouts = deformable(module, maps, ancestors)
+            layouts = deformable(module, maps, ancestors) or in_a_list(module, ancestors)
     return layouts if per_head else without_heads(layouts)
 
 
@@ -96,6 +99,9 @@ class _Reader(NamedTuple):
         output_name, output = self._output(named, query)
         if query and output and "gate" in words(query_name):  # beside queries it makes gates
             query = query._replace(out_size=query.out_size - output.in_size)
+        alone = one_of_heads(self.module, self.ancestors, self.maps, named)
+        if alone is not None:
+            return alone
         heads = read_heads(self.module, self.ancestors, query, output)
         if heads.number is None and not heads.problem and self._has_one_head(output):
             heads = heads._replace(number=1)
@@ -114,6 +120,9 @@ class _Reader(NamedTuple):
             for name, linear in self.maps.items()
             if name not in self.named and name != output_name
         }
+        if output is not None:
+            for name in self._outputs_of_streams(rest, output_name or "", output):
+                found |= input_cut(rest.pop(name), "output", heads.number or 1)
         return self._rest(rest, heads, query) | found
 
     def _cut_output(self, output: Linear, name: str | None, heads: Heads) -> Layouts:
@@ -136,6 +145,21 @@ class _Reader(NamedTuple):
             if linear is not None
             and linear.weight is not output.weight
             and any(stream and {*words(name)} == {*stream, "output"} for stream in streams)
+        ]
+
+    def _outputs_of_streams(
+        self, rest: dict[str, Linear], output_name: str, output: Linear
+    ) -> list[str]:
+        """The outputs of further streams, named as their queries are: `txt_qkv`, `txt_proj`."""
+        queries = [{*words(n)} for n, s in self.named.items() if "q" in s]
+        streams = [said - ATTENTION_WORDS.keys() for said in queries]
+        streams = [stream - set.intersection(*streams) for stream in streams]
+        plain = {*words(output_name)}.difference(*streams)
+        return [
+            name
+            for name, linear in rest.items()
+            if (linear.in_size, linear.out_size) == (output.in_size, output.out_size)
+            and any(stream and {*words(name)} - stream == plain for stream in streams)
         ]
 
     def _has_one_head(self, output: Linear | None) -> bool:
@@ -329,11 +353,7 @@ class _Reader(NamedTuple):
         largest = max((self.maps[n].weight.numel() for n in self.named), default=0)
         for name, linear in rest.items():
             said = set(words(name))
-            if (
-                {"gate", "gates"} & said
-                or (GATE_WORDS & said and not OUTPUT_WORDS & said - {"proj"})
-                or linear.out_size == heads.number  # one number per head
-            ):
+            if _is_gate(said) or linear.out_size == heads.number:  # one number per head
                 found |= heads_cut(linear, "gate", number)
             elif POSITION_WORDS & said:
                 found |= heads_cut(linear, "key", number)
@@ -350,6 +370,18 @@ class _Reader(NamedTuple):
                 reason = f"{type(self.module).__name__}.{name} is a projection we do not know"
                 found |= ambiguous(linear, reason, Layout(("other",)))
         return found
+
+
+def _is_gate(said: set[str]) -> bool:
+    """Whether the words in the name of a map say that it makes gates.
+
+    A single letter says so only beside words that say nothing: `b_proj`, but not `up_b`.
+    """
+    if {"gate", "gates"} & said:
+        return True
+    if {word for word in GATE_WORDS & said if len(word) > 2}:
+        return not OUTPUT_WORDS & said - {"proj"}
+    return bool(GATE_WORDS & said) and said <= GATE_WORDS | PLAIN_WORDS
 
 
 def _first_factor(first: Linear, second: Linear, letters: str) -> Layouts:

@@ -11,6 +11,7 @@ from torch import nn
 
 from blockopt.blocks.known_modules import (
     ATTENTION_ROLES,
+    ATTENTION_TYPE_WORDS,
     ATTENTION_WORDS,
     FUSED_NAMES,
     OUTPUT_WORDS,
@@ -24,8 +25,6 @@ from blockopt.blocks.linear_maps import (
     type_words,
     words,
 )
-
-_ATTENTION = {"attention", "attn", "sdpa", "mha"}
 
 
 def attention_maps(module: nn.Module) -> dict[str, Linear]:
@@ -59,15 +58,16 @@ def attention_letters(module: nn.Module, maps: dict[str, Linear]) -> dict[str, s
     named = {name: letters for name, letters in named.items() if letters}
     fused = next((name for name in FUSED_NAMES if name in maps and name not in named), None)
     made = set("".join(named.values()))
-    if fused is not None and _ATTENTION & type_words(module):
+    if fused is not None and ATTENTION_TYPE_WORDS & type_words(module):
         if made == {"q"}:  # GPT-2's cross-attention: c_attn holds key and value only
             named[fused] = "kv"
         elif not made:
             named[fused] = "qkv"
         made = set("".join(named.values()))
-    shares_keys = "q" in made and is_called_attention(module)  # keys and values of another layer
+    called_so = is_called_attention(module) or bool({"attn", "mha"} & type_words(module))
+    shares_keys = "q" in made and called_so  # keys and values of another layer
     # Learned queries, as in attention pooling, need no map.
-    lacks_queries = "q" not in made and not _ATTENTION & type_words(module)
+    lacks_queries = "q" not in made and not ATTENTION_TYPE_WORDS & type_words(module)
     too_few = len(made & set("qkv")) < 2 and not shares_keys
     if too_few or lacks_queries or _is_feed_forward(maps, named):
         return {}

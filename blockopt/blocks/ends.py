@@ -66,8 +66,7 @@ def free_parameter_layouts(module: nn.Module) -> Layouts:
 
 def norm_layouts(module: nn.Module) -> Layouts:
     """Gains and shifts: those of norms, and those that scale the branch of a layer."""
-    kinds = {"norm", "groupnorm", "layernorm", "rmsnorm", "batchnorm"}
-    named = any("norm" in word for word in type_words(module)) or kinds & type_words(module)
+    named = any(word.endswith(("norm", "normalization")) for word in type_words(module))
     scales = "scale" in type_words(module) or "grn" in type_words(module)
     if not (named or scales):
         return {}

@@ -124,7 +124,7 @@ def find_blocks(
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     _refuse_flattened(model)
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name for name, module in model.named_modules() if _lists_layers(name, module)}
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     chosen = match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
@@ -197,6 +197,16 @@ def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> dic
     return {name: blocks[name] for name in shapes}
 
 
+def _lists_layers(name: str, module: nn.Module) -> bool:
+    """Whether the numbers in a container number layers, and not the heads or experts of one."""
+    if isinstance(module, nn.ModuleList):
+        return not {"heads", "experts"} & set(words(name.rpartition(".")[2]))
+    if not isinstance(module, nn.Sequential) or len(module) < 2:
+        return False
+    kinds = {type(child) for child in module}
+    return len(kinds) == 1 and any(True for _ in module[0].children())
+
+
 def _layer(name: str, lists: Collection[str]) -> int | None:
     """The first index into a module list that a name goes through, or else its first number."""
     parts = name.split(".")
@@ -244,7 +254,7 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
     found = _first_of(passes)
     mlps: Layouts = {}
     for name, module in modules.items():
-        if not any(wrapper in module._modules for wrapper in WRAPPERS):
+        if unwrapped(module) is module:
             inside = mlp_layouts(module, paths[name], found.keys(), per_row)
             mlps = inside | mlps  # of a module and one within it, the outer one is right
     found = _first_of([found, mlps, _ends(modules, paths, ancestors, per_row)])

@@ -13,6 +13,7 @@ ATTENTION_WORDS = {
     **dict.fromkeys(("qkv", "wqkv"), "qkv"),
 }
 ATTENTION_ROLES = {"q": "query", "k": "key", "v": "value"}
+ATTENTION_TYPE_WORDS = {"attention", "attn", "sdpa", "mha"}
 # Names of a fused query, key and value that have no such word.
 FUSED_NAMES = ("c_attn", "att_proj", "attn_proj", "in_proj")
 OUTPUT_WORDS = {
@@ -42,6 +43,8 @@ GATE_WORDS = {
     "igate",
     "fgate",
 }
+# Words that say of a map only that it is one.
+PLAIN_WORDS = {"proj", "in", "linear", "to", "w", "layer", "projection", "fc", "lin"}
 POSITION_WORDS = {
     *("pos", "position", "positions", "positional", "relative", "rel", "rpe", "wpe", "r"),
     *("temporal", "time"),
@@ -102,7 +105,7 @@ HEAD_WORDS = {
 }
 HEAD_NAMES = {
     *("decoder", "embed_out", "qa_outputs", "vocab_projector", "seq_relationship", "output"),
-    "output_projection",
+    *("output_projection", "generator"),
 }
 # The time constants of state-space and linear-attention layers.
 TIME_CONSTANTS = {"A_log", "D", "A", "dt_bias", "dt_proj", "time_decay", "time_first", "time_faaaa"}

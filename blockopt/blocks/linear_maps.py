@@ -68,7 +68,7 @@ def is_named(module: nn.Module, *names: str) -> bool:
 
 
 def unwrapped(module: object) -> object:
-    """The module inside the wrappers of PEFT and `torch.compile`."""
+    """The module inside the wrappers of PEFT, `torch.compile` and hand-written LoRA."""
     while isinstance(module, nn.Module):
         children = module._modules
         saved = children.get("modules_to_save")
@@ -77,10 +77,22 @@ def unwrapped(module: object) -> object:
             module = saved[active]  # a copy that is trained in place of the original
             continue
         inside = next((children[w] for w in WRAPPERS if children.get(w) is not None), None)
+        inside = inside or _beside_factors(module)
         if inside is None:
             break
         module = inside
     return module
+
+
+def _beside_factors(module: nn.Module) -> nn.Module | None:
+    """The one layer that a hand-written LoRA holds beside its factors, or None."""
+    held = [*module._parameters, *module._modules]
+    said = [name for name in held if "lora" in name.lower()]
+    if not said and not ("lora" in type(module).__name__.lower() and {"A", "B"} <= set(held)):
+        return None
+    layers = [child for name, child in module.named_children() if name not in said]
+    layers = [child for child in layers if any(True for _ in child.parameters())]
+    return layers[0] if len(layers) == 1 and stored_weight(layers[0]) is not None else None
 
 
 def _active(module: nn.Module) -> list[str]:

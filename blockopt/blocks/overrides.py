@@ -97,8 +97,11 @@ class UnknownBlocksError(ValueError):
         self, unknown: Mapping[str, Ambiguity], shapes: Shapes, may_watch: bool = True
     ) -> None:
         groups: dict[tuple[str, Ambiguity], list[str]] = {}
-        for name, ambiguity in unknown.items():
-            groups.setdefault((_pattern(name), ambiguity), []).append(name)
+        alike = [(_pattern(name), ambiguity) for name, ambiguity in unknown.items()]
+        several = {pattern for pattern, _ in alike if len({a for p, a in alike if p == pattern}) > 1}
+        for (name, ambiguity), (pattern, _) in zip(unknown.items(), alike):
+            key = _pattern(name, 1) if pattern in several else pattern
+            groups.setdefault((key, ambiguity), []).append(name)
         self.overrides: dict[str, Blocks] = {}
         lines = []
         for (pattern, ambiguity), names in groups.items():
@@ -130,6 +133,13 @@ def python(blocks: Blocks) -> str:
     return f"Blocks({blocks.roles}, split={blocks.split})"
 
 
-def _pattern(name: str) -> str:
-    """The name with its layer index replaced by `*`, so that one override serves all layers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+def _pattern(name: str, indices: int | None = None) -> str:
+    """The name with its layer index replaced by `*`, so that one override serves all layers.
+
+    Args:
+        name: The name of a parameter.
+        indices: How many of the indices in it to replace, the first ones first; all by default.
+    """
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()][:indices]
+    return ".".join("*" if i in numbers else part for i, part in enumerate(parts))
