@@ -152,8 +152,8 @@ class _Reader(NamedTuple):
     ) -> list[str]:
         """The outputs of further streams, named as their queries are: `txt_qkv`, `txt_proj`."""
         queries = [{*words(n)} for n, s in self.named.items() if "q" in s]
-        streams = [said - ATTENTION_WORDS.keys() for said in queries]
-        streams = [stream - set.intersection(*streams) for stream in streams]
+        streams = [said.difference(ATTENTION_WORDS) for said in queries]
+        streams = [stream - streams[0].intersection(*streams) for stream in streams]
         plain = {*words(output_name)}.difference(*streams)
         return [
             name

@@ -75,7 +75,8 @@ def find_blocks(
       them is a `router`;
     - adapters (LoRA, DoRA, IA3, prefixes) have the role, the layer and the heads of what they
       adapt;
-    - norms: one block per tensor, weight and bias alike;
+    - norms: one block per tensor, weight and bias alike. Other learned scales are `norm` too: the
+      gain of a branch, and with an `example` every vector or number that multiplies activations;
     - biases have the role `bias` and are cut like the output side of their weight; a bias that
       follows the sum over heads is one block;
     - a parameter shared by several modules counts once, as `embedding` if one of them is one;
@@ -200,17 +201,25 @@ def checked_blocks(model: nn.Module, blocks: Mapping[str, Blocks] | None) -> dic
 def _lists_layers(name: str, module: nn.Module) -> bool:
     """Whether the numbers in a container number layers, and not the heads or experts of one."""
     if isinstance(module, nn.ModuleList):
-        return not {"heads", "experts"} & set(words(name.rpartition(".")[2]))
+        return not _numbers_parts(name.rpartition(".")[2])
     if not isinstance(module, nn.Sequential) or len(module) < 2:
         return False
     kinds = {type(child) for child in module}
     return len(kinds) == 1 and any(True for _ in module[0].children())
 
 
+def _numbers_parts(attribute: str) -> bool:
+    return bool({"heads", "experts"} & set(words(attribute)))
+
+
 def _layer(name: str, lists: Collection[str]) -> int | None:
-    """The first index into a module list that a name goes through, or else its first number."""
+    """The first index into a list of layers that a name goes through, or else its first number."""
     parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    numbers = [
+        i for i in range(1, len(parts)) if parts[i].isdecimal() and not _numbers_parts(parts[i - 1])
+    ]
+    if parts[0].isdecimal():
+        numbers = [0, *numbers]
     inside = [i for i in numbers if ".".join(parts[:i]) in lists]
     return next((int(parts[i]) for i in (*inside, *numbers)), None)
 
@@ -254,7 +263,8 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
     found = _first_of(passes)
     mlps: Layouts = {}
     for name, module in modules.items():
-        if unwrapped(module) is module:
+        is_wrapper = unwrapped(module) is not module
+        if not is_wrapper:
             inside = mlp_layouts(module, paths[name], found.keys(), per_row)
             mlps = inside | mlps  # of a module and one within it, the outer one is right
     found = _first_of([found, mlps, _ends(modules, paths, ancestors, per_row)])

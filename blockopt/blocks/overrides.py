@@ -98,7 +98,9 @@ class UnknownBlocksError(ValueError):
     ) -> None:
         groups: dict[tuple[str, Ambiguity], list[str]] = {}
         alike = [(_pattern(name), ambiguity) for name, ambiguity in unknown.items()]
-        several = {pattern for pattern, _ in alike if len({a for p, a in alike if p == pattern}) > 1}
+        several = {
+            pattern for pattern, _ in alike if len({a for p, a in alike if p == pattern}) > 1
+        }
         for (name, ambiguity), (pattern, _) in zip(unknown.items(), alike):
             key = _pattern(name, 1) if pattern in several else pattern
             groups.setdefault((key, ambiguity), []).append(name)

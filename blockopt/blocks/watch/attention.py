@@ -15,7 +15,16 @@ from torch import Tensor
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
 from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
-from blockopt.blocks.watch.probes import Feeding, Side, feeding, pull, push, stopped_at, strong
+from blockopt.blocks.watch.probes import (
+    Feeding,
+    Side,
+    are_heads,
+    feeding,
+    pull,
+    push,
+    stopped_at,
+    strong,
+)
 
 # A softmax, or what research code puts in its place; a softmax may also be written out.
 _BETWEEN = ("_softmax", "_safe_softmax", "softmax", "sigmoid", "relu")
@@ -172,7 +181,9 @@ def _label_projection(
     )
     if found is None:
         return
-    fed = found.units & ~_feeds_linear_maps(linear, units, maps)
+    fed = found.units
+    if not are_heads(fed):  # one row for all units
+        fed = fed & ~_feeds_linear_maps(linear, units, maps)
     if not fed.any():
         return
     labels = _unit_labels(role, number, found.rows, fed)
@@ -246,9 +257,12 @@ def biases_of(linear: LinearMap) -> list[tuple[Value, Value]]:
 def consumers_of(
     output: Value, graph: ForwardGraph, maps: dict[Op, LinearMap], calls: list[AttentionCall]
 ) -> list[LinearMap]:
-    """The linear maps that take what attention returned, before it is added to anything else."""
-    outputs = {call.output.value for call in calls}
-    reached: set[Value] = set(outputs)
+    """The linear maps that take what attention returned, before it is added to anything else.
+
+    Queries do not count as anything else: the Set Transformer adds them, head by head.
+    """
+    queries = (o.value for call in calls for role, o in call.operands if role == "query")
+    reached = {call.output.value for call in calls}.union(*(_rearranged(q, maps) for q in queries))
     of_this = {output}
     found = []
     for op in graph.ops:
@@ -263,6 +277,24 @@ def consumers_of(
         reached.update(op.outputs)
         if not of_this.isdisjoint(op.inputs):
             of_this.update(op.outputs)
+    return found
+
+
+def _rearranged(value: Value, maps: dict[Op, LinearMap]) -> set[Value]:
+    """The values of which this is a view, up to a linear map and its bias; none if it is more."""
+    found: set[Value] = set()
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if value.op is None:
+            return set()
+        if value.op in maps:
+            continue
+        has_bias = value.op.name == "add" and len(value.op.activations) == 1
+        if not has_bias and value.op.name not in (*VIEWS, "cat", "stack"):
+            return set()
+        found.add(value)
+        stack += value.op.activations
     return found
 
 

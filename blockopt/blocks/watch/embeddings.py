@@ -55,7 +55,7 @@ def _counts(index: Value) -> bool:
 
 
 def added_by_position(graph: ForwardGraph) -> dict[Tensor, str]:
-    """Weights of two or more dimensions that are added to activations, with their role.
+    """Weights that are added to activations, with their role: vectors are biases.
 
     What also enters a linear map by itself is no position, but a token, as in a Perceiver. What is
     added to a product with a weight of its shape is the shift to that scale.
@@ -74,10 +74,12 @@ def added_by_position(graph: ForwardGraph) -> dict[Tensor, str]:
             if (scale := _scale_before(op, value)) is not None:
                 found |= dict.fromkeys(parameters_of(value, graph), "bias")
                 found |= dict.fromkeys(parameters_of(scale, graph), "norm")
-            elif value.kind == "weight" and sum(n > 1 for n in value.tensor.shape) > 1:
-                parameters = parameters_of(value, graph)
-                for parameter in parameters:
-                    if parameter.ndim > 1:
+            elif value.kind == "weight":
+                is_vector = sum(n > 1 for n in value.tensor.shape) < 2
+                for parameter in parameters_of(value, graph):
+                    if is_vector and parameter.ndim == 1:
+                        found.setdefault(parameter, "bias")
+                    elif not is_vector and parameter.ndim > 1:
                         found[parameter] = "embedding" if parameter in tokens else "position"
     return found
 
@@ -134,5 +136,12 @@ def logits(maps: dict[Op, LinearMap]) -> list[LinearMap]:
 
 def _is_residual(linear: LinearMap, after: list[Op]) -> bool:
     """Whether the result of a map is added to something that the map itself is made of."""
-    added = {v for op in after if op.name == "add" for v in op.activations}
+    stack = [v for op in after if op.name == "add" for v in op.activations]
+    added: set[Value] = set()
+    while stack:
+        value = stack.pop()
+        if value not in added:
+            added.add(value)
+            if value.op is not None and value.op.name == "add":  # of several branches, one by one
+                stack += value.op.activations
     return not added.isdisjoint(walk_back(linear.input, {}, through_products=True))

@@ -15,13 +15,8 @@ from torch import Tensor
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
 from blockopt.blocks.watch.probes import Side, pull
+from blockopt.blocks.watch.two_factors import first_factors, is_nonlinear
 
-# Operations that keep a hidden unit what it is; everything else is an activation function.
-_LINEAR = (
-    *VIEWS,
-    *("add", "sub", "cat", "stack", "neg", "clamp", "native_dropout", "constant_pad_nd", "index"),
-)
-_SCALES = ("mul", "div")
 _SUMS = ("add", "sub", "index_add", "index_put", "_index_put_impl", "scatter_add", "addcmul")
 
 
@@ -31,10 +26,12 @@ class FeedForward(NamedTuple):
     Attributes:
         into: The linear maps into hidden units, each with the role of every unit.
         out: The linear map out of them.
+        factors: The first factors of those of low rank, with their roles.
     """
 
     into: list[tuple[LinearMap, list[str]]]
     out: LinearMap
+    factors: list[tuple[LinearMap, str]]
 
 
 def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[FeedForward]:
@@ -44,29 +41,42 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         maps: The linear maps of the pass.
         taken: Those that are known to do something else.
     """
-    free = [m for op, m in maps.items() if m not in taken and not op.is_empty]
-    hidden = {linear: _hidden_maps(linear, maps) for linear in free}
+    first = {linear: linear for linear in maps.values()} | first_factors(maps)
+    waists = {linear for second, linear in first.items() if linear is not second}
+    free = [m for op, m in maps.items() if m not in taken | waists and not op.is_empty]
+    hidden = {linear: hidden_maps(first[linear], maps, first) for linear in free}
     # A map out of hidden units that enters further ones belongs to a deeper net.
     entered = {into for out, found in hidden.items() for into in found}
     result = []
     for out, found in hidden.items():
         if not found or out in entered or not taken.isdisjoint(found):
             continue
-        back_to_width = all(into.in_size == out.out_size for into in found)
-        fits = back_to_width and _is_added(out, maps) and _is_per_token(out, found)
-        if fits and not any(_enters_elsewhere(into, out, maps) for into in found):
-            result.append(FeedForward(list(with_roles(out, found, maps)), out))
+        back_to_width = all(first[into].in_size == out.out_size for into in found)
+        fits = back_to_width and is_added(out, maps) and is_per_token(first[out], found)
+        if fits and not any(_enters_elsewhere(into, first[out], maps) for into in found):
+            into = list(with_roles(first[out], found, maps))
+            roles = {linear: min(names) for linear, names in into} | {out: "mlp_out"}
+            factors = [(first[m], role) for m, role in roles.items() if first[m] is not m]
+            result.append(FeedForward(into, out, factors))
     return result
 
 
-def _hidden_maps(out: LinearMap, maps: dict[Op, LinearMap]) -> list[LinearMap]:
-    """The linear maps of one input that alone, through an activation, make what `out` is given."""
+def hidden_maps(
+    out: LinearMap, maps: dict[Op, LinearMap], first: dict[LinearMap, LinearMap]
+) -> list[LinearMap]:
+    """The linear maps of one input that alone, through an activation, make what `out` is given.
+
+    Args:
+        out: A linear map.
+        maps: All maps of the pass.
+        first: The first factor of each map, itself if it has but one.
+    """
     made_of = list(walk_back(out.input, maps))
-    if not any(v.op and v.op not in maps and _is_nonlinear(v.op) for v in made_of):
+    if not any(v.op and v.op not in maps and is_nonlinear(v.op) for v in made_of):
         return []
     ends = [v for v in made_of if v.op is None or v.op in maps or v.op.multiplies_activations]
     found = {maps[v.op]: None for v in ends if v.op in maps}
-    if len(found) < len(ends) or len({_source(linear.input) for linear in found}) != 1:
+    if len(found) < len(ends) or len({_source(first[m].input) for m in found}) != 1:
         return []
     return list(found)
 
@@ -78,13 +88,7 @@ def _source(value: Value) -> Value:
     return value
 
 
-def _is_nonlinear(op: Op) -> bool:
-    if op.name in _SCALES:
-        return len(op.activations) > 1
-    return op.name not in _LINEAR
-
-
-def _is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
+def is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
     """Whether what a linear map returns is added to something else, as to a residual stream."""
     return any(
         op.name in _SUMS and len(set(op.activations)) > 1
@@ -93,7 +97,7 @@ def _is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
     )
 
 
-def _is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
+def is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
     """Whether what enters `out` for one token depends on hidden units of one token alone."""
     if not out.in_axes:
         return False
@@ -165,7 +169,7 @@ def _multiplied(out: LinearMap, maps: dict[Op, LinearMap]) -> Iterator[list[tupl
 
 def is_activated(value: Value, maps: dict[Op, LinearMap]) -> bool:
     """Whether an activation function is between linear maps and a value."""
-    return any(v.op and v.op not in maps and _is_nonlinear(v.op) for v in walk_back(value, maps))
+    return any(v.op and v.op not in maps and is_nonlinear(v.op) for v in walk_back(value, maps))
 
 
 def reached_units(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ def _kind_of_result(op: Op) -> Kind:
         return "activation"
     if "weight" not in kinds:
         return "constant"
+    if op.name.endswith("_like") or op.name.startswith("new_"):
+        return "constant"  # a tensor of the weight's shape, without its entries
     made_of_two = op.name in PRODUCTS or op.name in LOOKUPS
     return "activation" if made_of_two else "weight"
 

@@ -29,6 +29,7 @@ from blockopt.blocks.watch.low_rank import label_factors
 from blockopt.blocks.watch.norms import norm_parameters
 from blockopt.blocks.watch.parallel_mlps import label_parallel_mlps
 from blockopt.blocks.watch.storage_order import row_layout
+from blockopt.blocks.watch.two_factors import first_factors
 
 
 def layouts_of_pass(
@@ -49,7 +50,7 @@ def layouts_of_pass(
         calls = attention_calls(graph, maps)
         _check_calls(calls)
         weights, biases, outputs = label_attention(graph, maps, calls)
-        label_parallel_mlps(maps, weights, outputs, per_row)
+        out_of_parallel = label_parallel_mlps(maps, weights, outputs, per_row)
         factors = label_factors(graph, maps, weights.layouts(), weights)
         made, taking = factors | weights.layouts(), outputs.layouts()
         attention: Layouts = {
@@ -67,8 +68,18 @@ def layouts_of_pass(
             if not found.keys().isdisjoint(users[linear]) and taking.keys() & users[linear]:
                 found = _whole_biases(linear, graph) | found
         taken = {linear for linear, ps in users.items() if not attention.keys().isdisjoint(ps)}
+        for second, first in first_factors(maps).items():
+            if second not in taken and taking.keys() & users[first]:
+                taken.add(second)
+                found = _whole(users[second], "output") | found
+        for linear in out_of_parallel:
+            taken.add(linear)
+            found = _row_layouts(linear, ["mlp_out"] * linear.out_size, graph, per_row) | found
         for mlp in feed_forwards(maps, taken):
             taken |= {mlp.out, *(linear for linear, _ in mlp.into)}
+            for linear, role in mlp.factors:
+                taken.add(linear)
+                found = _whole(users[linear], role) | found
             for linear, roles in (*mlp.into, (mlp.out, ["mlp_out"] * mlp.out.out_size)):
                 found = _row_layouts(linear, roles, graph, per_row) | found
         for linear in routers(graph, maps):
@@ -149,6 +160,10 @@ def _without_heads(layout: Layout | Ambiguity) -> Layout | Ambiguity:
     if isinstance(layout, Ambiguity) or layout.split is None:
         return layout
     return layout._replace(split=merge_heads(layout.split))
+
+
+def _whole(parameters: list[Tensor], role: str) -> Layouts:
+    return {parameter: Layout((role,)) for parameter in parameters}
 
 
 def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Layouts:

@@ -147,7 +147,7 @@ def _coordinate(value: Value, parameter: Tensor, dim: int) -> Tensor | None:
 def _send(value: Value, follow: Callable[[Value], Tensor | None]) -> Tensor | None:
     """What becomes of coordinates in the operation that makes `value`."""
     op = value.op
-    if op is None:
+    if op is None or value.kind == "constant":
         return None
     sources = {source: sent for source in op.inputs if (sent := follow(source)) is not None}
     if not sources:

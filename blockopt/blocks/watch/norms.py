@@ -1,4 +1,4 @@
-"""Weights and biases of normalizations in a forward pass."""
+"""Weights and biases of normalizations in a forward pass, and other gains."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ _DEPTH = 4  # steps between a statistic and the weight that follows: square root
 
 
 def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
-    """Parameters that scale or shift, as vectors, what was divided by its own statistics."""
+    """Parameters that scale or shift, as vectors, what was divided by its own statistics.
+
+    So do all other vectors and numbers that multiply activations, such as the scale of a branch or
+    of the scores, and those that nGPT has in the place of norms.
+    """
     found: dict[Tensor, None] = {}
     for op in graph.ops:
         weights = [value for value in op.inputs if value.kind == "weight"]
         if not weights or not op.activations:
             continue
         is_scale = op.name == "mul" and _is_normalized(op.activations[0], _DEPTH)
-        if op.name in _NORMS or is_scale:
+        if op.name == "mul" and not is_scale:
+            scales = [p for value in weights for p in parameters_of(value, graph)]
+            found |= dict.fromkeys(p for p in scales if _is_vector(p))
+        elif op.name in _NORMS or is_scale:
             for value in (*weights, *(_shifts(op) if is_scale else ())):
                 parameters = parameters_of(value, graph)
                 found |= dict.fromkeys(

@@ -11,11 +11,20 @@ from itertools import groupby
 
 import torch
 
-from blockopt.blocks.watch.feed_forward import is_activated, reached_units, with_roles
+from blockopt.blocks.watch.feed_forward import (
+    hidden_maps,
+    is_activated,
+    is_added,
+    is_per_token,
+    reached_units,
+    with_roles,
+)
 from blockopt.blocks.watch.forward_graph import Op
 from blockopt.blocks.watch.linear_maps import LinearMap, walk_back
 from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import Side
+
+Unit = tuple[int, ...]
 
 
 def label_parallel_mlps(
@@ -23,7 +32,7 @@ def label_parallel_mlps(
     weights: ParameterLabels,
     outputs: ParameterLabels,
     per_row: Collection[str],
-) -> None:
+) -> list[LinearMap]:
     """Add labels of hidden units to maps of which a part serves attention.
 
     Args:
@@ -31,26 +40,56 @@ def label_parallel_mlps(
         weights: Labels of the outputs of maps; takes those of hidden units.
         outputs: Labels of the inputs of maps that take what attention returns; takes the others.
         per_row: The roles that are cut into rows.
+
+    Returns:
+        The maps out of such units alone.
     """
+    own = []
     for out in maps.values():
         labels = outputs.units_of(out.weight)
         free = _side_by_side(labels)
+        if not labels and _shares_a_map_in(out, maps, weights):
+            own.append(out)
+            _label_hidden(_hidden(out, None, maps, weights), weights, per_row)
         if not free or len(free) == len(labels) or not is_activated(out.input, maps):
             continue
-        for into, roles in _hidden(out, free, maps, weights):
-            known = weights.units_of(into.weight)
-            made = {
-                unit: frozenset({Fed(role, -2, unit if role in per_row else None)})
-                for unit, role in roles.items()
-            }
-            taken = dict.fromkeys(known, frozenset[Fed]())
-            weights.add(into.weight, tuple(axis for _, axis in into.out_axes), taken | made)
+        _label_hidden(_hidden(out, free, maps, weights), weights, per_row)
         entering = frozenset({Fed("mlp_out", -2, None)})
         added = {unit: entering if unit in free else frozenset[Fed]() for unit in labels}
         outputs.add(out.weight, tuple(axis for _, axis in out.in_axes), added)
+    return own
 
 
-Unit = tuple[int, ...]
+def _shares_a_map_in(out: LinearMap, maps: dict[Op, LinearMap], weights: ParameterLabels) -> bool:
+    """Whether a map takes hidden units that a map makes beside queries, keys or values."""
+    found = hidden_maps(out, maps, {linear: linear for linear in maps.values()})
+    labels = [weights.units_of(into.weight) for into in found]
+    shared = [any(units.values()) and not all(units.values()) for units in labels]
+    fits = any(shared) and all(into.in_size == out.out_size for into in found)
+    if not fits or not is_added(out, maps) or not is_per_token(out, found):
+        return False
+    signs = Side(out.input.tensor, ()).signs()
+    for into, units in zip(found, labels):
+        side = Side(into.output.tensor, tuple(axis for axis, _ in into.out_axes))
+        reached = reached_units(side, out.input.tensor, signs)
+        if any(units.get(tuple(unit)) for unit in reached.nonzero().tolist()):
+            return False  # it takes what attention is made of
+    return True
+
+
+def _label_hidden(
+    hidden: list[tuple[LinearMap, dict[Unit, str]]],
+    weights: ParameterLabels,
+    per_row: Collection[str],
+) -> None:
+    for into, roles in hidden:
+        known = weights.units_of(into.weight)
+        made = {
+            unit: frozenset({Fed(role, -2, unit if role in per_row else None)})
+            for unit, role in roles.items()
+        }
+        taken = dict.fromkeys(known, frozenset[Fed]())
+        weights.add(into.weight, tuple(axis for _, axis in into.out_axes), taken | made)
 
 
 def _side_by_side(labels: UnitLabels) -> set[Unit]:
@@ -62,12 +101,16 @@ def _side_by_side(labels: UnitLabels) -> set[Unit]:
 
 
 def _hidden(
-    out: LinearMap, free: set[Unit], maps: dict[Op, LinearMap], weights: ParameterLabels
+    out: LinearMap, free: set[Unit] | None, maps: dict[Op, LinearMap], weights: ParameterLabels
 ) -> list[tuple[LinearMap, dict[Unit, str]]]:
-    """The maps that make the free inputs of `out`, each with the role of its hidden units."""
+    """The maps that make the free inputs of `out`, each with the role of its hidden units.
+
+    All inputs are free if `free` is None.
+    """
     entering = Side(out.input.tensor, tuple(axis for axis, _ in out.in_axes))
-    mask = torch.zeros([entering.tensor.shape[axis] for axis in entering.axes], dtype=torch.bool)
-    for unit in free:
+    sizes = [entering.tensor.shape[axis] for axis in entering.axes]
+    mask = torch.full(sizes, free is None)
+    for unit in free or ():
         mask[unit] = True
     shape = [n if a in entering.axes else 1 for a, n in enumerate(entering.tensor.shape)]
     cotangent = entering.signs() * mask.reshape(shape).to(entering.tensor)

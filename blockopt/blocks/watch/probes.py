@@ -175,17 +175,17 @@ def strong(squares: Callable[[int], Tensor]) -> Tensor:
     fed = (total >= _ANY**2 * strongest) & counts
     if (
         len(fed) == 1
-        or _are_heads(fed)
+        or are_heads(fed)
         or bool((total[fed] > 0.99 * strongest.expand_as(total)[fed]).all())
     ):
         return fed
     total = sum((squares(draw) for draw in range(1, _DRAWS)), total)
     strongest = total.amax(dim=0)
     strictly = (total >= _STRONGEST**2 * strongest) & counts
-    return strictly if _are_heads(strictly) else fed
+    return strictly if are_heads(strictly) else fed
 
 
-def _are_heads(fed: Tensor) -> bool:
+def are_heads(fed: Tensor) -> bool:
     """Whether units that feed the same rows are several sets of one size."""
     columns = fed.flatten(1)[:, fed.flatten(1).any(dim=0)]
     _, sizes = columns.unique(dim=1, return_counts=True)

@@ -34,6 +34,7 @@ def reconcile(
     """
     result: Layouts = dict(by_names)
     disagreements = []
+    biases: Layouts = {}
     for parameter, seen in in_pass.items():
         said, name = by_names.get(parameter), names.get(parameter)
         if name is None or name in settled or seen == said:
@@ -42,7 +43,7 @@ def reconcile(
             result[parameter] = seen
         elif isinstance(seen, Ambiguity) or _is_one_block(said, seen):
             continue
-        elif _PROVEN & {*seen.roles, *said.roles} and "bias" not in said.roles:
+        elif _PROVEN & {*seen.roles} and "bias" not in said.roles:
             result[parameter] = seen
             disagreements.append(
                 f"  {name!r} of shape {tuple(parameter.shape)}\n"
@@ -51,8 +52,13 @@ def reconcile(
             )
         elif (*said.roles, *seen.roles) == ("embedding", "position"):
             result[parameter] = seen  # any nn.Embedding is an embedding by its name
-        elif said == (("bias",), None) and set(seen.roles) == {"bias"}:
-            result[parameter] = seen  # cut like its weight, which names did not find
+        elif {*said.roles, *seen.roles} == {"bias"} and seen.split is not None:
+            biases[parameter] = seen
+    held = {name: parameter for parameter, name in names.items()}
+    for bias, seen in biases.items():  # cut like its weight, if the pass was taken for that
+        weight = held.get(names[bias].removesuffix("bias") + "weight")
+        if weight is None or result.get(weight) == in_pass.get(weight):
+            result[bias] = seen
     if disagreements:
         warnings.warn(
             "The names of modules say another thing than the forward pass on `example` shows. The "

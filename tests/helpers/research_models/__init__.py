@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers.research_models import attention_kinds as kinds
-from tests.helpers.research_models import layers, storage
+from tests.helpers.research_models import layers, low_rank, storage
 from tests.helpers.research_models.layers import Letters
 from tests.helpers.research_models.parts import D, H, features, image, memory, tokens
 
@@ -50,6 +50,11 @@ RESEARCH = {
     "normalized": (layers.Normalized, tokens, layers.NORMALIZED),
     "latents": (layers.Latents, lambda: features()[..., :7], layers.LATENTS),
     "patches": (layers.Patches, image, layers.PATCHES),
+    "shared-map-in": (low_rank.SharedMapIn, features, low_rank.SHARED_MAP_IN),
+    "factored": (low_rank.Factored, features, low_rank.FACTORED),
+    "side-paths": (low_rank.SidePaths, features, low_rank.SIDE_PATHS),
+    "sets": (low_rank.Sets, features, low_rank.SETS),
+    "biases": (low_rank.Biases, features, low_rank.BIASES),
 }
 
 

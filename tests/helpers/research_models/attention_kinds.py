@@ -235,7 +235,7 @@ DIFFERENTIAL = {
     "b.weight": by_head("key", size=2 * D, heads=2 * H),
     "c.weight": by_head("value"),
     "d.weight": by_head("output", dim=1),
-    "much": whole("other"),
+    "much": whole("norm"),
     "g.weight": whole("norm"),
 }
 
@@ -359,5 +359,5 @@ LEARNED_KEYS = {
     "g.weight": cut(0, key=(DH, 1), value=(DH, 1)),
     "h.weight": by_head("output", dim=1),
     "none": whole("bias"),
-    "sharp": whole("other"),
+    "sharp": whole("norm"),
 }

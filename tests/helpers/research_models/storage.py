@@ -115,7 +115,7 @@ class HeadByHead(nn.Module):
 
 HEAD_BY_HEAD = {
     **{
-        f"heads.{i}.{role}.weight": by_head(role, size=DH, heads=1)._replace(layer=i)
+        f"heads.{i}.{role}.weight": whole(role)
         for i in range(H)
         for role in ("key", "query", "value")
     },
