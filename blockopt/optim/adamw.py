@@ -107,7 +107,7 @@ class BlockAdamW(BlockOptimizer):
         return new_adamw_state(parameter, blocks, group)
 
     def _needs_shapes(self, group: dict[str, Any]) -> bool:
-        return bool(group["second_moment"] == "block")
+        return bool(group["second_moment"] != "coordinate")
 
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         return adamw_magnitudes(work)

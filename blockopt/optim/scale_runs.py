@@ -39,6 +39,8 @@ def scale_runs(scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRu
     if blocks.split is None or blocks.split.dim != 0:
         return None
     rows = local_part(expand(scale, blocks.split, parameter.ndim), parameter).flatten()
+    if len(rows) == 0:  # a parameter with fewer rows than ranks
+        return []
     starts = [0, *((rows[1:] != rows[:-1]).nonzero().flatten() + 1).tolist()]
     if len(starts) > FEW and part.numel() < SHORTEST * len(starts):
         return None

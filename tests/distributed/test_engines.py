@@ -29,7 +29,7 @@ from tests.helpers.ranks import run_on_two_ranks
 
 # Where the Makefile installs it, apart from the rest, which behaves differently where it finds it.
 DEEPSPEED = Path(sys.prefix) / "deepspeed"
-NEEDS_SHAPES = ["adamw-block", "muon", "muon-block"]
+NEEDS_SHAPES = ["adamw-block", "adamw-whitened", "muon", "muon-block"]
 WORKS_FLAT = ["adamw", "sgd", "sgd-plain"]
 
 

@@ -1,10 +1,16 @@
 """Training with any layout of the parameters over ranks equals training on one process."""
 
+from functools import partial
+
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import blockopt
+from blockopt.blocks import Blocks, Split, to_plain
 from tests.helpers import parallel_models
 from tests.helpers.optimizers import OPTIMIZERS, random_scales
 from tests.helpers.ranks import assert_close_by_name, run_on_ranks, run_on_two_ranks
@@ -65,7 +71,26 @@ def on_two_ranks(rank):
     few_collectives(mesh)
 
 
+def fewer_rows_than_ranks(name):
+    """A router of three experts with a scale each, on four ranks: one of them holds nothing."""
+    mesh, found = init_device_mesh("cpu", (4,)), []
+    blocks = to_plain(Blocks(("router",), split=Split(0, (3,), (3,))))
+    for place in (torch.clone, lambda t: distribute_tensor(t, mesh, [Shard(0)])):
+        generator = torch.Generator().manual_seed(0)
+        random = partial(torch.randn, (3, 5), generator=generator, dtype=torch.float64)
+        router = nn.Parameter(place(random()))
+        optimizer = OPTIMIZERS[name]([{"params": [("router", router)], "blocks": [blocks]}])
+        optimizer.set_block_scales(random_scales(optimizer))
+        for _ in range(STEPS):
+            router.grad = place(random())
+            optimizer.step()
+        found.append(gathered(router.detach()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9, msg=name)
+
+
 def on_four_ranks(rank):
+    for name in OPTIMIZERS:
+        fewer_rows_than_ranks(name)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def hsdp():

@@ -18,6 +18,9 @@ OPTIMIZERS: dict[str, Callable[..., blockopt.optim.BlockOptimizer]] = {
     "adamw-block": lambda groups, **k: blockopt.BlockAdamW(
         groups, **{"lr": 1e-2, **k}, second_moment="block"
     ),
+    "adamw-whitened": lambda groups, **k: blockopt.BlockAdamW(
+        groups, **{"lr": 1e-2, **k}, second_moment="whitened"
+    ),
     "sgd": lambda groups, **k: blockopt.BlockSGD(
         groups, **{"lr": 1e-1, **k}, momentum=0.9, nesterov=True
     ),
