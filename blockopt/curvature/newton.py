@@ -11,6 +11,8 @@ from blockopt.blocks import Blocks, Level, block_groups, checked_blocks, sum_gro
 from blockopt.measure.along_update import Method, along_update
 from blockopt.measure.closures import Curvature, Losses
 
+NEGLIGIBLE = 1e-7  # slopes that are smaller than this share of the largest are rounding of float32
+
 
 def newton(
     model: nn.Module,
@@ -28,8 +30,8 @@ def newton(
     `-g·u / (H u)·u` times the step that was taken. Plain curvature does not know how much there is
     to gain: a block may be flat and already at its minimum. Both sums are taken over the group
     before they are divided, since those of a single block are noisy, and all blocks of a group get
-    the same value. A group that the update does not improve counts as the sharpest one. If no group
-    improves, all values are zero.
+    the same value. A group that the update does not improve beyond rounding counts as the sharpest
+    one. If no group improves, all values are zero.
 
     Args:
         model: Any module; with `method="exact"` its parameters must be whole (not FSDP2).
@@ -89,6 +91,7 @@ def curvature_over_slope(
         sizes = sum_groups({n: torch.ones_like(g) for n, g in groups.items()}, groups, count)
         logs = {name: scales[name].to("cpu", torch.float64).log() for name in groups}
         values = values / (sum_groups(logs, groups, count) / sizes).exp()
-    descends = slope < 0
+    # Softmax does not see a bias of the keys, whose gradient is rounding: so is any ratio from it.
+    descends = slope < -NEGLIGIBLE * slope.abs().max()
     sharpest = values[descends].max() if bool(descends.any()) else values.new_zeros(())
     return torch.where(descends, values, sharpest)

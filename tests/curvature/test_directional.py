@@ -19,6 +19,7 @@ from tests.helpers.dense_hessians import (
     trainable,
 )
 from tests.helpers.models import block_index
+from tests.helpers.optimizers import TINY, tiny_gpt
 
 
 @pytest.fixture
@@ -223,3 +224,24 @@ def test_gradient_without_gradients(model):
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     F.mse_loss(frozen(torch.ones(1, 2)), torch.zeros(1, 2)).backward()
     assert set(gradient(frozen)) == {"1.weight", "1.bias"}
+
+
+def test_rounding_decides_nothing():
+    """A bias of the keys has no gradient; the order of the sequences changes its rounding only."""
+    model = tiny_gpt(dtype=torch.float64)
+    size, generator = (8, TINY.context + 1), torch.Generator().manual_seed(0)
+    tokens = torch.randint(TINY.vocab_size, size, generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    update = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+
+    def measured(order):
+        some = tokens[order]
+        return newton(model, lambda: model(some[:, :-1], some[:, 1:]), update, by="head")
+
+    assert find_blocks(model)["h.0.attn.c_attn.bias"].num_blocks == 3 * TINY.heads
+    first, second = measured(range(8)), measured([5, 2, 7, 0, 3, 6, 1, 4])
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, rtol=1e-7, atol=0, msg=name)
