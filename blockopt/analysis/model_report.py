@@ -139,8 +139,10 @@ class HessianReport(Result):
         """Return a few lines on how much the blocks differ."""
         lines = []
         if len(self.blocks) > 1:
+            # What the spread leaves out is rounding.
             norms = {label: block.frobenius.value for label, block in self.blocks.items()}
-            low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
+            lasting = [label for label, norm in norms.items() if norm >= self.spread.smallest]
+            low, high = min(lasting, key=norms.__getitem__), max(norms, key=norms.__getitem__)
             lines = [
                 f"norms           largest over smallest {self.spread.ratio:.3g}, "
                 f"deviation of log10 {self.spread.log10_deviation:.2f}",

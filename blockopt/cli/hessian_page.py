@@ -22,11 +22,16 @@ from blockopt.blocks import BlockGroup, Blocks, Level, block_groups
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MATRICES = {  # in words
+    "hessian": "Hessian",
+    "gauss-newton": "Gauss-Newton matrix",
+    "functional": "functional part of the Hessian (Hessian minus Gauss-Newton matrix)",
+}
 ESTIMATORS = {"hessian": "hutchinson", "gauss-newton": "gauss_newton"}  # of the same traces
 FEW = 8  # blocks that the text names
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-img { max-width: 100%; height: auto } h2 { margin-top: 2.2rem }
+img { max-width: 100%; height: auto; margin: 1rem 0 } h2 { margin-top: 2.2rem }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
 td, th { padding: 2px 8px; border-bottom: 1px solid #ddd; text-align: right }
 td:first-child, th:first-child { text-align: left } .scroll { overflow-x: auto }
@@ -65,8 +70,8 @@ def page(
         f"<h1>{html.escape(title)}</h1>",
         _paragraph(
             f"{options['model']}: {record['parameters']:,} parameters in {record['dtype']}, "
-            f"{record['weights']}. The matrix is the {report.matrix} of the loss, "
-            f"{report.loss:.4f}, on {data}, cut into {len(report.blocks):,} blocks by "
+            f"{record['weights']}. Measured is the {MATRICES[report.matrix]} of "
+            f"the loss, {report.loss:.4f}, on {data}, in {len(report.blocks):,} blocks by "
             f"{report.by}."
         ),
         *_in_short(report, model, blocks),
@@ -141,7 +146,8 @@ def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[s
             role: median([v for g, v in heads.items() if g.role == role])
             for role in {group.role for group in heads}
         }
-        sharp = sorted(heads, key=heads.__getitem__, reverse=True)[:FEW]
+        above = [group for group, mean in heads.items() if mean > middle[group.role]] or heads
+        sharp = sorted(above, key=heads.__getitem__, reverse=True)[:FEW]
         rows = [
             {
                 "head": f"{group.role}, {place(group)}",
@@ -287,7 +293,7 @@ def _scales_figure(scales: Mapping[str, float]) -> Figure:
     ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
     ax.minorticks_off()
     ax.set_yticks(range(len(order)), order, fontsize=8)
-    ax.set_xlabel("learning rate, relative to that of the group", fontsize=9)
+    ax.set_xlabel("learning rate, as a multiple of the one that the optimizer has", fontsize=9)
     return figure
 
 

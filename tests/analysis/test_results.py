@@ -110,3 +110,15 @@ def test_a_block_without_a_spectrum():
         measure_block(random_symmetric(200), Probes(num_starts=0)).plot()
     with pytest.raises(ValueError, match="Invalid 1 labels and a matrix of shape"):
         plots.distance_heatmap(["a"], torch.zeros(2, 2))
+
+
+def test_blocks_that_are_only_rounding():
+    """Biases of keys, which softmax does not see, are neither the smallest norm nor drawn."""
+    model, ids = small_model(n_embd=4, n_inner=4)
+    report = hessian_report(model, next_token_losses(model, ids, 8), by="head", probes=QUICK)
+    norms = {str(group): block.frobenius.value for group, block in report.blocks.items()}
+    smallest = report.summary().splitlines()[2].removeprefix("                smallest: ")
+    assert norms[smallest] == report.spread.smallest > 1e3 * min(norms.values())
+    left_out = sum(norm <= 1e-14 * max(norms.values()) for norm in norms.values())
+    title = report.plot("blocks").axes[0].get_title()
+    assert title.endswith(f"({left_out} more are zero up to rounding)")

@@ -1,6 +1,7 @@
 """`blockopt hessian`: models and texts from local files, what is printed, the files, and errors."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -297,7 +298,11 @@ def test_samples_measure_all_heads_and_the_page_leads_to_learning_rates(tmp_path
     assert page.count("data:image/png;base64,") == 3  # heads, multipliers, norms
     assert "http" not in page  # it loads nothing
     assert "What BlockLR does about it" in page
-    assert "The sharpest heads" in page
+    assert "Measured is the Gauss-Newton matrix of the loss" in page
+    sharpest = page.partition("The sharpest heads:")[2].partition("</table>")[0]
+    over_median = re.findall(r"<td>([^<]*)</td><td>[^<]*</td></tr>", sharpest)
+    assert over_median
+    assert all(float(ratio) >= 1 for ratio in over_median)  # rounded
     assert not (out / "partial.pt").exists()
     assert {path.name for path in out.iterdir()} >= {"heads.png", "blocks.png", "report.html"}
     # The multipliers are those of block_scales

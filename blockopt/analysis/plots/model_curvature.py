@@ -160,6 +160,8 @@ def blocks_figure(
     left.grid(axis="x", alpha=0.4)
     left.invert_yaxis()
     what = "Frobenius norms of blocks" if named else f"Frobenius norms of {len(norms):,} blocks"
+    if len(norms) < len(blocks):
+        what += f"\n({len(blocks) - len(norms):,} more are zero up to rounding)"
     left.set_title(what, fontsize=10)
     if groups:
         block_mass_heatmap(groups, shares, ax=right[0])
