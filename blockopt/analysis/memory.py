@@ -10,6 +10,7 @@ import torch
 from blockopt.checks import check_count
 
 GIB = 2**30
+NOT_COMPARED = "Memory did not suffice to compare with float64."  # a note of reports
 
 
 class TooLargeError(ValueError):

@@ -16,6 +16,7 @@ from torch import nn
 from blockopt.analysis.block_report import DEFAULT, BlockReport, Probes, measure_block
 from blockopt.analysis.memory import (
     GIB,
+    NOT_COMPARED,
     TooLargeError,
     free_memory,
     memory_needed,
@@ -112,13 +113,16 @@ def hessian_report(
     reset_peak_memory(next(model.parameters()).device)
     operator = OPERATORS[matrix](model, losses, names=names, blocks=found)
     loss, parts = operator.loss(), operator.blocks(by)
-    plan = _Plan.fitting(operator, parts, probes, max_bytes)
+    taken = 0 if max_bytes is None else _memory_of_passes(parts, max_bytes)
+    plan = _Plan.fitting(operator, parts, probes, None if max_bytes is None else max_bytes - taken)
     trial = operator if plan.together else parts[plan.trial]
     with _kept_graph(trial):
         generator = torch.Generator().manual_seed(probes.seed)
         asymmetry = check_symmetric(trial, tolerance=1e-3, generator=generator)
         seconds_per_product = _seconds_of_a_product(trial)  # the first one makes the graph
-    rounding = rounding_error(trial, model, probes.seed)
+    # float64 takes twice as much
+    in_doubt = max_bytes is not None and 2 * taken > max_bytes and operator.dtype != torch.float64
+    rounding = None if in_doubt else rounding_error(trial, model, probes.seed)
     cost = Cost(plan.num_products, seconds_per_product)
     if announce is not None:
         announce(cost)
@@ -162,7 +166,7 @@ def hessian_report(
         rounding=rounding,
         cost=cost,
         seconds=time.perf_counter() - start,
-        notes=plan.notes(measured, whole, probes),
+        notes=plan.notes(measured, whole, probes) + ((NOT_COMPARED,) if in_doubt else ()),
     )
 
 
@@ -195,7 +199,7 @@ class _Plan(NamedTuple):
         probes: Probes,
         max_bytes: int | None,
     ) -> _Plan:
-        """Return the plan for the memory that is free, or for a limit.
+        """Return the plan for the memory that is free, or for a limit on what vectors take.
 
         Raises:
             TooLargeError: If a product with the largest block does not fit, or a block that must be
@@ -204,7 +208,7 @@ class _Plan(NamedTuple):
         free = free_memory(operator.device)
         room = float("inf") if free is None else float(free)
         if max_bytes is not None:
-            room = min(room, max_bytes - peak_memory(operator.device))
+            room = min(room, max_bytes)
         sizes = {group: part.shape[0] for group, part in parts.items()}
         trial = max(sizes, key=sizes.__getitem__)
         largest, n = sizes[trial], operator.shape[0]
@@ -331,6 +335,24 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 def _kept_graph(operator: ModelOperator) -> AbstractContextManager[None]:
     """Keep the graph of a single batch, whose memory every product takes anyway."""
     return operator.keep_graph() if operator.num_batches == 1 else nullcontext()
+
+
+def _memory_of_passes(parts: Mapping[BlockGroup, ModelOperator], max_bytes: int) -> int:
+    """Return what the process takes in products with the smallest block, whose vectors are short.
+
+    Raises:
+        TooLargeError: If that is more than it may take.
+    """
+    part = min(parts.values(), key=lambda part: part.shape[0])
+    float((part @ torch.ones(part.shape[0], 2, dtype=part.dtype, device=part.device)).sum())
+    taken = peak_memory(part.device)
+    if taken > max_bytes:
+        raise TooLargeError(
+            f"The model and the passes through one batch take {taken / GIB:,.2f} GiB, and "
+            f"{max_bytes / GIB:,.2f} GiB are allowed. Allow more memory, or give smaller batches "
+            "or shorter sequences."
+        )
+    return taken
 
 
 def _seconds_of_a_product(operator: ModelOperator) -> float:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from blockopt.analysis.block_report import BlockReport
-from blockopt.analysis.memory import GIB, TooLargeError, free_memory
+from blockopt.analysis.memory import GIB, NOT_COMPARED, TooLargeError, free_memory
 from blockopt.analysis.model_report import Cost, HessianReport, heterogeneity
 from blockopt.analysis.partial_results import PartialResults, fingerprint
 from blockopt.analysis.progress import progress_bar
@@ -99,7 +99,7 @@ def sampled_report(
     groups, numbers = block_groups(chosen, by)
     closures = [losses] if callable(losses) else list(losses)
     gradients = SampledGradients(model, closures, names)
-    trial = gradients.try_one(seed)
+    trial = gradients.try_one(seed, max_bytes)
     room = _room(gradients, trial, max_bytes)
     plan = Plan.fitting(num_samples, len(closures), room)
     cost = Cost(num_samples, trial.seconds * len(closures))
@@ -143,6 +143,8 @@ def sampled_report(
     trace = _trace(total, plan.chunks, count)
     whole = _block(sum(sizes.values()), total, plan.chunks, trace, mass.frobenius)
     noise = torch.finfo(gradients.dtype).eps * whole.frobenius.value
+    notes = () if len(windows) == 1 else (plan.describe(),)
+    in_doubt = trial.rounding is None and gradients.dtype != torch.float64 and max_bytes is not None
     return HessianReport(
         matrix="gauss-newton",
         by=by,
@@ -156,7 +158,7 @@ def sampled_report(
         rounding=trial.rounding,
         cost=cost,
         seconds=time.perf_counter() - start,
-        notes=() if len(windows) == 1 else (plan.describe(),),
+        notes=(*notes, NOT_COMPARED) if in_doubt else notes,
     )
 
 

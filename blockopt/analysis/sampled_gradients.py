@@ -31,7 +31,8 @@ class Trial(NamedTuple):
     Attributes:
         seconds: How long it took.
         peak: The most bytes that the process held.
-        rounding: The relative error of the gradient against float64, None in float64.
+        rounding: The relative error of the gradient against float64, None in float64, and if
+            memory does not suffice to compare.
     """
 
     seconds: float
@@ -68,8 +69,8 @@ class SampledGradients:
         """The dtype of the first parameter."""
         return next(iter(self.parameters.values())).dtype
 
-    def try_one(self, seed: int) -> Trial:
-        """Draw one sample of the first batch, and the same in float64."""
+    def try_one(self, seed: int, max_bytes: int | None = None) -> Trial:
+        """Draw one sample of the first batch, and the same in float64 if twice the memory fits."""
         generator = torch.Generator().manual_seed(seed)
         reset_peak_memory(self.device)
         begun = time.perf_counter()
@@ -82,7 +83,7 @@ class SampledGradients:
 
         self._run(0, 1, keep, lambda _, gradients, weight: found.extend(gradients))
         seconds, peak = time.perf_counter() - begun, peak_memory(self.device)
-        if self.dtype == torch.float64:
+        if self.dtype == torch.float64 or (max_bytes is not None and 2 * peak > max_bytes):
             return Trial(seconds, peak, None)
         squares = torch.zeros(2, dtype=torch.float64)  # of the error, and of the gradient
 

@@ -158,7 +158,10 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
     if options.top > 1:
         print(f"{report.eigenvalue_table()}\n")
     print(report.summary())
-    print(f"loss            {report.loss:.4f}, {_precision(report)}, {duration(report.seconds)}")
+    print(
+        f"loss            {report.loss:.4f}, {_precision(report, dtype)}, "
+        f"{duration(report.seconds)}"
+    )
     notes = _notes(report, dtype, caught)
     for note in notes:
         print(f"Note: {note}")
@@ -207,7 +210,7 @@ def _check_samples(options: argparse.Namespace) -> None:
         raise UserError("--samples has no use for --exact and --top. Leave them out.")
 
 
-def _precision(report: HessianReport) -> str:
+def _precision(report: HessianReport, dtype: str) -> str:
     """Return what is known of the precision, in words."""
     known = []
     if report.asymmetry is not None:
@@ -215,7 +218,7 @@ def _precision(report: HessianReport) -> str:
     if report.rounding is not None:
         what = "product" if report.asymmetry is not None else "gradient"
         known.append(f"a {what} off by {report.rounding:.0e} from float64")
-    return ", ".join(known) or "in float64"
+    return ", ".join(known) or f"in {dtype}"
 
 
 def _overrides(settings: list[str]) -> dict[str, Any]:

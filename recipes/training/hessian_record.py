@@ -47,6 +47,8 @@ def hessian_recorder(run: Any) -> Callable[[int], None]:
     recorder = HessianRecorder(run.plain, loss, steps, measure=measure, path=path)
 
     def record(step: int) -> None:
+        if step in steps:
+            run.accelerator.print(f"Measuring the Hessian after step {step}", flush=True)
         if recorder.step(step):
             with whole_file(folder / "hessian.png") as file:
                 recorder.plot().savefig(file, format="png", dpi=120)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from blockopt.analysis import HessianOperator, Probes, hessian_report
+from blockopt.analysis import HessianOperator, Probes, hessian_report, sampled_report
+from blockopt.analysis.memory import GIB, TooLargeError
 from blockopt.cli.local_model import next_token_losses
 from tests.helpers.small_language_models import small_model
 
@@ -134,3 +135,29 @@ def test_a_report_that_was_stopped_continues_with_the_same_numbers(tmp_path, mon
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="no partial results that can be read"):
         hessian_report(model, losses, **options, partial=path)
+
+
+@pytest.mark.parametrize("kind", ["products", "samples"])
+def test_what_passes_take_counts_in_a_limit_of_memory(monkeypatch, kind):
+    """Passes that take 4 GiB take 8 in float64."""
+    model = nn.Linear(3, 1, bias=False)
+
+    def loss():
+        predicted = model(torch.ones(1, 3).to(model.weight))
+        return nn.functional.mse_loss(predicted, torch.ones_like(predicted))
+
+    measure, module = hessian_report, "report"
+    message = r"passes through one batch take 4\.00 GiB, and 3\.00 GiB are allowed.*smaller batches"
+    if kind == "samples":
+        measure, module = sampled_report, "sampled_gradients"
+        message = r"besides the 4\.0 GiB of a backward pass"
+    monkeypatch.setattr(f"blockopt.analysis.{module}.peak_memory", lambda device: 4 * GIB)
+    with pytest.raises(TooLargeError, match=message):
+        measure(model, loss, max_bytes=3 * GIB)
+    little, enough = (measure(model, loss, max_bytes=size * GIB) for size in (6, 9))
+    assert little.rounding is None
+    assert little.notes == ("Memory did not suffice to compare with float64.",)
+    assert 0 <= enough.rounding < 1e-6
+    assert enough.notes == ()
+    model.double()
+    assert measure(model, loss, max_bytes=6 * GIB).notes == ()

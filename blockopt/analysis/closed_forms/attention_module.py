@@ -141,7 +141,7 @@ def _check_output(
         module.eval()
         with torch.no_grad():
             output = _own_output(module, hidden_states, mask, rotary)
-    except TypeError as reason:
+    except (TypeError, AttributeError) as reason:  # it needs more, such as positions or biases
         raise ValueError(
             f"Invalid module {type(module).__name__}: it cannot be called as attention layers of "
             f"transformers are ({reason}). Give its weights to SelfAttentionHessian."

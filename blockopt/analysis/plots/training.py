@@ -113,6 +113,7 @@ def _spectra(ax: Any, records: Sequence[Record], role: str) -> None:
         label = f"step {record['step']}" if record in (records[0], records[-1]) else None
         ax.plot(eigenvalues.tolist(), density.tolist(), color=color, linewidth=1.1, label=label)
     symmetric_log_scale(ax, "x", threshold, largest)
+    ax.tick_params(axis="x", labelsize=7)
     ax.set_yscale("log")
     ax.set_ylim(bottom=1e-4)
     ax.set_title(f"{role}: spectrum of all heads", fontsize=9)

@@ -224,6 +224,9 @@ def test_what_cannot_be_read():
     module.forward = lambda x, alibi: x
     with pytest.raises(ValueError, match=r"cannot be called as attention layers.*alibi"):
         attention_hessian(module, X, loss)
+    module.forward = lambda x, position_ids=None: position_ids.device
+    with pytest.raises(ValueError, match=r"cannot be called as attention layers.*NoneType"):
+        attention_hessian(module, X, loss)
     module = nn.MultiheadAttention(WIDTH, HEADS, kdim=6).double()
     with pytest.raises(ValueError, match="no map of role query, key, value"):
         attention_hessian(module, X, loss)

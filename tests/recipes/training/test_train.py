@@ -26,9 +26,16 @@ from tests.helpers.training import die, flags, forget, in_child, losses_of, read
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_hessian_is_recorded_at_chosen_steps_and_changes_nothing(tmp_path, cache):
+def test_the_hessian_is_recorded_at_chosen_steps_and_changes_nothing(tmp_path, cache, capsys):
     plain = run(flags(tmp_path / "plain", cache, "--steps 3"))
     log = run(flags(tmp_path / "recorded", cache, "--steps 3 --record-hessian 0 3"))
+    printed = capsys.readouterr().out
+    assert [f"Hessian after step {step}" in printed for step in range(4)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert losses_of(log) == losses_of(plain)
     found = json.loads((tmp_path / "recorded" / "hessian.json").read_text())["records"]
     assert [record["step"] for record in found] == [0, 3]
