@@ -48,6 +48,8 @@ def adapter_layouts(
         return _prefixes(module, config)
     if is_named(module, "PromptEncoder", "MultitaskPromptEmbedding"):
         return _prompts(module, per_row)
+    if is_named(module, "XLoraClassifier"):
+        return _mixture_of_adapters(module, per_row)
     layer = unwrapped(module)
     if not isinstance(layer, nn.Module):
         return {}
@@ -191,6 +193,16 @@ def _prompts(module: nn.Module, per_row: Collection[str]) -> Layouts:
     maps = [m for child in module.modules() if (m := read_linear(child)) is not None]
     for linear in maps:
         role = "mlp_out" if linear is maps[-1] else "mlp_in"
+        found |= rows_layouts(linear, (role,), per_row)
+    return found
+
+
+def _mixture_of_adapters(module: nn.Module, per_row: Collection[str]) -> Layouts:
+    """X-LoRA's net that weighs several adapters, token by token: its last map is a router."""
+    maps = [m for child in module.modules() if (m := read_linear(child)) is not None]
+    found: Layouts = {}
+    for linear in {id(m.weight): m for m in maps}.values():
+        role = "router" if linear.weight is maps[-1].weight else "mlp_in"
         found |= rows_layouts(linear, (role,), per_row)
     return found
 

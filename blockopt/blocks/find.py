@@ -8,11 +8,8 @@ everything else in blockopt works on what it returns.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -38,12 +35,10 @@ from blockopt.blocks.linear_maps import (
     words,
 )
 from blockopt.blocks.mlps import mlp_layouts
-from blockopt.blocks.overrides import EXAMPLE_HELPS, UnknownBlocksError, match_overrides
+from blockopt.blocks.overrides import UnknownBlocksError, match_overrides
 from blockopt.blocks.recurrent import recurrent_layouts
-from blockopt.blocks.watch import layouts_of_pass, reconcile
-
-MOST_OTHER = 0.05  # share of the weights that may be `other` without a warning
-_warned: WeakSet[nn.Module] = WeakSet()
+from blockopt.blocks.watch import SeenInPass, layouts_of_pass, reconcile
+from blockopt.blocks.without_role import warn_of_others, warn_of_unseen_attention
 
 
 def find_blocks(
@@ -129,9 +124,11 @@ def find_blocks(
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     chosen = match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
+    seen: SeenInPass | None = None
     if example is not None:
         seen = layouts_of_pass(model, example, per_head=per_head, per_row=per_row)
-        found = reconcile(found, seen, names, chosen)
+        warn_of_unseen_attention(found, seen, names, chosen)
+        found = reconcile(found, seen.layouts, names, chosen)
     blocks: dict[str, Blocks] = {}
     unknown: dict[str, Ambiguity] = {}
     for parameter, name in names.items():
@@ -150,7 +147,7 @@ def find_blocks(
         blocks[name] = entry
     if unknown:
         raise UnknownBlocksError(unknown, shapes, may_watch=example is None)
-    _warn_of_others(model, blocks, shapes, chosen, watched=example is not None)
+    warn_of_others(model, blocks, shapes, chosen, seen)
     return blocks
 
 
@@ -344,43 +341,3 @@ def _unexplained_attention(modules: dict[str, nn.Module], found: Layouts) -> Lay
                 reason = f"{type(module).__name__}.{attribute} is a projection we do not know"
                 unexplained |= ambiguous(linear, reason, Layout(("other",)))
     return unexplained
-
-
-def _without_role(blocks: Blocks, shape: tuple[int, ...]) -> int:
-    """How many entries of a parameter are `other`."""
-    split = blocks.split
-    if split is None or len(blocks.roles) == 1:
-        return math.prod(shape) if "other" in blocks.roles else 0
-    length = sum(size for role, size in zip(blocks.roles, split.sizes) if role == "other")
-    return math.prod(shape) * length // sum(split.sizes)
-
-
-def _warn_of_others(
-    model: nn.Module,
-    blocks: Mapping[str, Blocks],
-    shapes: Mapping[str, tuple[int, ...]],
-    chosen: Collection[str],
-    watched: bool,
-) -> None:
-    """Say once for a model that much of it has no role."""
-    total = sum(math.prod(shape) for shape in shapes.values())
-    sizes = {n: _without_role(b, shapes[n]) for n, b in blocks.items() if n not in chosen}
-    others = [name for name, size in sizes.items() if size]
-    share = sum(sizes.values()) / max(1, total)
-    if share <= MOST_OTHER or model in _warned:
-        return
-    _warned.add(model)
-    kinds: dict[str, int] = {}
-    for name in others:
-        holder = model.get_submodule(name.rpartition(".")[0])
-        kinds[type(holder).__name__] = kinds.get(type(holder).__name__, 0) + sizes[name]
-    largest = sorted(kinds, key=kinds.__getitem__, reverse=True)[:3]
-    example = max(others, key=sizes.__getitem__)
-    warnings.warn(
-        f"{share:.0%} of the weights of {type(model).__name__} have no role in a transformer, most "
-        f"of them in {', '.join(largest)}, such as {example!r}. They are `other`: BlockMuon takes "
-        "AdamW for them, and BlockLR gives all of them one scale. If they have a role, say so: "
-        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}})."
-        + ("" if watched else EXAMPLE_HELPS),
-        stacklevel=3,
-    )

@@ -12,6 +12,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from blockopt.blocks import ROLES
 from recipes.comparison.paired_statistics import estimate
@@ -136,6 +137,7 @@ def curves(comparison: Comparison, theme: Theme) -> Figure:
     low, _ = axes.get_ylim()
     if top > low:
         axes.set_ylim(low, top * 1.02)  # the first steps are far above
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel="training loss")
     _legend(figure, axes, theme)
     return figure
@@ -149,7 +151,8 @@ def steps_bars(comparison: Comparison, theme: Theme) -> Figure:
         steps = row.steps
         assert steps is not None
         exact = steps.kind == "at"
-        color = {"fewer": theme.better, "more": theme.worse}.get(steps.verdict, theme.neutral)
+        claims = {("fewer", "better"): theme.better, ("more", "worse"): theme.worse}
+        color = claims.get((steps.verdict, row.verdict), theme.neutral)
         style = {"color": color} if exact else {"color": "none", "hatch": "////"}
         axes.barh(height, steps.part, edgecolor=color, **style)
         if not math.isnan(steps.low):
@@ -201,6 +204,7 @@ def scales(comparison: Comparison, theme: Theme) -> Figure:
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             ticks(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")  # a few only
         axes.set_title(row.name, color=theme.text, fontsize=9 if columns == 1 else 7.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[-columns:]:
         axes.set_xlabel("step")
     panels[0].set_ylabel("scale")
@@ -231,6 +235,9 @@ def tuning(comparison: Comparison, theme: Theme) -> Figure:
             ring = {"markersize": 9, "markerfacecolor": "none", "color": theme.better}
             axes.plot(tuned.best["lr"], tuned.loss, "o", **ring)
         axes.set_xscale("log")
+        ticks = rates[:: max(1, math.ceil(len(rates) / 4))]
+        axes.set_xticks(ticks, [f"{rate:.2g}" for rate in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(row.name, color=theme.text, fontsize=8)
         if trials:
             low, high = min(trials), sorted(trials)[int(0.9 * (len(trials) - 1))]

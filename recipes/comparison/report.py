@@ -42,7 +42,8 @@ CAPTIONS = {
     "the seven arms of lowest loss and {against}. Only the end of each curve is compared: before "
     "it, learning rates have not come down yet.",
     "steps": "Steps that a run of its own length needs to end at {against}'s loss, as a part of "
-    "{against}'s. Hatched: only a bound. Green and red: fewer and more steps, beyond the interval.",
+    "{against}'s. Hatched: only a bound. Green and red: fewer and more steps, beyond the interval, "
+    "where the loss differs as well.",
     "memory": "Loss against the memory of the optimizer's state.",
     "scales": "Block scales over the run, by role: what curvature gave each kind of block.",
     "tuning": "Tuning runs by learning rate, without the worst tenth. A ring marks the chosen "

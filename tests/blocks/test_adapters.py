@@ -155,3 +155,34 @@ def test_muon_takes_every_factor_and_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+def test_adapters_that_a_net_weighs_have_roles_and_so_has_the_net(tmp_path):
+    for name in "01":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+        adapted(config).save_pretrained(tmp_path / name)
+    base = CAUSAL["llama"]()
+    base.config.use_cache = False
+    adapters = {name: str(tmp_path / name) for name in "01"}
+    config = peft.XLoraConfig(
+        task_type="CAUSAL_LM",
+        hidden_size=16,
+        adapters=adapters,
+        xlora_depth=2,
+        xlora_size=24,
+        use_trainable_adapters=True,
+    )
+    model = peft.get_peft_model(base, config)
+    blocks = find_blocks(model)
+    start = "base_model.lora_model.model.model.layers.1.self_attn."
+    for name in "01":
+        assert blocks[f"{start}q_proj.lora_B.{name}.weight"] == cut(0, query=(16, 4))._replace(
+            layer=1
+        )
+        assert blocks[f"{start}o_proj.lora_A.{name}.weight"] == cut(1, output=(16, 4))._replace(
+            layer=1
+        )
+    net = [b for n, b in blocks.items() if "xlora_classifier" in n and n.endswith("weight")]
+    assert [entry.roles for entry in net] == [("mlp_in",), ("router",)]
+    tokens = torch.randint(20, (2, 5))
+    assert find_blocks(model, example={"input_ids": tokens}) == blocks

@@ -3,11 +3,14 @@
 import pytest
 
 from blockopt import find_blocks
-from blockopt.blocks import UnknownBlocksError
+from blockopt.blocks import ROW_ROLES, UnknownBlocksError
+from blockopt.blocks.watch import layouts_of_pass
 from tests.helpers.expected_blocks import cut
 from tests.helpers.tiny_models import batch_of, tiny_transformer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no role in a transformer")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*no role in a transformer", "ignore:.*shows no attention that uses"
+)
 
 # Indexers of sparse attention run without gradients; rectified gates shut many units; what Mamba
 # selects by is no MLP; a backbone has no head; experts of attention make queries.
@@ -26,6 +29,33 @@ def test_a_pass_shows_what_names_say(kind):
     matrices = {name for name, entry in named.items() if MATRICES & set(entry.roles)}
     assert matrices
     assert {name: seen[name] for name in matrices} == {name: named[name] for name in matrices}
+
+
+# Drawn at random among those that no other test checks head by head.
+DRAWN = (
+    *("wav2vec2", "blenderbot-small", "gte", "siglip_vision_model"),
+    *("whisper", "gpt_neo", "bigbird_pegasus", "hubert", "modernbert", "xglm", "flaubert"),
+    *("dinov2_with_registers", "distilbert", "mbart", "nomic_bert", "openai-gpt"),
+)
+ATTENTION = {"query", "key", "value", "output"}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_derivatives_of_the_heads_alone_find_what_names_say(kind):
+    model = tiny_transformer(kind)
+    parameters = dict(model.named_parameters())
+    options = {"per_head": True, "per_row": ROW_ROLES}
+    seen = layouts_of_pass(model, batch_of(model), **options).layouts
+    found = set()
+    for name, entry in find_blocks(model).items():
+        parameter = parameters[name]
+        # A softmax that one token has for itself alone has no derivative.
+        if ATTENTION & set(entry.roles) and parameter.ndim > 1 and parameter in seen:
+            assert seen[parameter] == (entry.roles, entry.split), name
+            assert entry.split is not None, name
+            assert entry.split.num_blocks > 1, name
+            found |= set(entry.roles)
+    assert found == ATTENTION
 
 
 def test_a_pass_tells_the_order_of_queries_and_gates_that_names_do_not():

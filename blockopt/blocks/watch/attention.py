@@ -112,15 +112,15 @@ def _read_call(
     for score in scores:
         assert score.op is not None
         left, right = (Operand(v, axis) for v, axis in zip(score.op.args[-2:], (last, last - 1)))
-        query_is_left = _query_is_left(weights.tensor, query_axis, score.tensor)
-        if query_is_left is not None:
-            query, key = (left, right) if query_is_left else (right, left)
+        is_left = query_is_left(weights.tensor, query_axis, score.tensor)
+        if is_left is not None:
+            query, key = (left, right) if is_left else (right, left)
             operands += [("query", query), ("key", key)]
     operands.append(("value", Operand(values, feature_axis)))
     return AttentionCall(operands, Operand(op.outputs[0], feature_axis))
 
 
-def _query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
+def query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
     """Whether the left factor of `scores` holds the queries; None if derivatives do not tell.
 
     The weights of one query depend on the scores of one query with several keys. One token does not
@@ -288,7 +288,7 @@ def _rearranged(value: Value, maps: dict[Op, LinearMap]) -> set[Value]:
         value = stack.pop()
         if value.op is None:
             return set()
-        if value.op in maps:
+        if value.op in maps or value in found:
             continue
         has_bias = value.op.name == "add" and len(value.op.activations) == 1
         if not has_bias and value.op.name not in (*VIEWS, "cat", "stack"):

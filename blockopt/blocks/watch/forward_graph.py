@@ -239,9 +239,26 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
         ):
             hook = model.register_forward_pre_hook(graph.enter, with_kwargs=True)
             stack.callback(hook.remove)
-            _call(model, example)
+            try:
+                _call(model, example)
+            except Exception as error:
+                _refuse_flex_attention(error)
+                raise
         with torch.enable_grad():
             yield graph
+
+
+def _refuse_flex_attention(error: Exception) -> None:
+    """Raise `ValueError` if it was `flex_attention` that failed, which runs as a single kernel."""
+    frames = error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename.endswith("nn/attention/flex_attention.py"):
+            raise ValueError(
+                "Cannot see inside of torch.nn.attention.flex_attention, which the model calls. "
+                "Let it call F.scaled_dot_product_attention for the pass on `example`, which uses "
+                "the same weights, or find the blocks without `example`, by names and overrides."
+            ) from error
+        frames = frames.tb_next
 
 
 def _call(model: nn.Module, example: Any) -> None:

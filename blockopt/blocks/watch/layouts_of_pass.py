@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,11 +30,26 @@ from blockopt.blocks.watch.norms import norm_parameters
 from blockopt.blocks.watch.parallel_mlps import label_parallel_mlps
 from blockopt.blocks.watch.storage_order import row_layout
 from blockopt.blocks.watch.two_factors import first_factors
+from blockopt.blocks.watch.without_softmax import calls_without_softmax
+
+
+class SeenInPass(NamedTuple):
+    """What one pass shows.
+
+    Attributes:
+        layouts: The layouts of the parameters that it explains.
+        multiplied: The parameters that activations are multiplied by, explained or not.
+        attends: Whether there was any attention.
+    """
+
+    layouts: Layouts
+    multiplied: list[Tensor]
+    attends: bool
 
 
 def layouts_of_pass(
     model: nn.Module, example: Any, *, per_head: bool, per_row: Collection[str]
-) -> Layouts:
+) -> SeenInPass:
     """Run `model` once on `example`, and return the layouts of the parameters that it explains.
 
     Raises:
@@ -49,6 +64,7 @@ def layouts_of_pass(
         maps = linear_maps(graph)
         calls = attention_calls(graph, maps)
         _check_calls(calls)
+        calls += calls_without_softmax(graph, maps, calls)
         weights, biases, outputs = label_attention(graph, maps, calls)
         out_of_parallel = label_parallel_mlps(maps, weights, outputs, per_row)
         factors = label_factors(graph, maps, weights.layouts(), weights)
@@ -89,7 +105,8 @@ def layouts_of_pass(
         found = _ends(graph, maps, taken, bool(calls), per_row) | found
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found
-    return found
+        multiplied = {p: None for parameters in users.values() for p in parameters}
+    return SeenInPass(found, list(multiplied), bool(calls))
 
 
 def _check_calls(calls: list[AttentionCall]) -> None:

@@ -32,7 +32,8 @@ def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
             continue
         is_scale = op.name == "mul" and _is_normalized(op.activations[0], _DEPTH)
         if op.name == "mul" and not is_scale:
-            scales = [p for value in weights for p in parameters_of(value, graph)]
+            plain = [value for value in weights if not _is_exponential(value)]
+            scales = [p for value in plain for p in parameters_of(value, graph)]
             found |= dict.fromkeys(p for p in scales if _is_vector(p))
         elif op.name in _NORMS or is_scale:
             for value in (*weights, *(_shifts(op) if is_scale else ())):
@@ -41,6 +42,20 @@ def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
                     p for p in parameters if _is_vector(p) or _is_vector(value.tensor)
                 )
     return list(found)
+
+
+def _is_exponential(value: Value) -> bool:
+    """Whether a weight is an exponential: then it is a rate at which something fades."""
+    stack, seen = [value.op], set()
+    while stack:
+        op = stack.pop()
+        if op is None or op in seen:
+            continue
+        if op.name in ("exp", "softplus"):
+            return True
+        seen.add(op)
+        stack += [source.op for source in op.inputs]
+    return False
 
 
 def _is_vector(tensor: Tensor) -> bool:

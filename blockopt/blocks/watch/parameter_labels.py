@@ -13,7 +13,7 @@ from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
 from blockopt.blocks.split import Split
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Value
 from blockopt.blocks.watch.linear_maps import along_unit_axes, coordinates, parameters_of
-from blockopt.blocks.watch.storage_order import Label, layout_of
+from blockopt.blocks.watch.storage_order import Label, are_equal, layout_of
 
 
 class Fed(NamedTuple):
@@ -72,7 +72,10 @@ class ParameterLabels:
             labels = self._along_one_dimension(by_dim, self._mixed[parameter])
             if labels is not None:
                 dim, along = labels
-                layout = _stack(along, dim, parameter) or layout_of(_without_gaps(along), dim)
+                along = _without_gaps(along)
+                layout = _stack(along, dim, parameter) or layout_of(along, dim)
+                if len({label.role for label in along}) == 1 and not are_equal(along):
+                    layout = None
                 if layout and layout.split and parameter in self._stacks and dim > 0:
                     layout = layout._replace(split=layout.split._replace(stack=parameter.shape[0]))
                 found[parameter] = layout or _no_order(along)
@@ -118,24 +121,30 @@ def _without_gaps(labels: list[Label]) -> list[Label]:
     A gap within a block belongs to it. One between two blocks belongs to those that it makes as
     long as the longest of their role.
     """
+    filled: list[Label] = []
+    for before, run, after in _runs(labels):
+        within = run[0].role == "other" and before and before[:1] == after[:1]
+        filled += before[:1] * len(run) if within else run
+    labels, filled = filled, []
     sizes = Counter(labels)
     longest = {
         role: max(n for label, n in sizes.items() if label.role == role) for role, _ in sizes
     }
-    filled: list[Label] = []
-    runs = [list(run) for _, run in groupby(labels)]
-    for before, run, after in zip([[], *runs], runs, [*runs[1:], []]):
+    for before, run, after in _runs(labels):
         if run[0].role != "other" or not (before or after):
             filled += run
             continue
         gap = len(run)
-        if before[:1] == after[:1]:
-            filled += before[:1] * gap
-            continue
         left, right = (longest[e[0].role] - sizes[e[0]] if e else 0 for e in (before, after))
         fits = left + right >= gap
         filled += before[:1] * min(left, gap) + after[:1] * (gap - left) if fits else run
     return filled
+
+
+def _runs(labels: list[Label]) -> list[tuple[list[Label], list[Label], list[Label]]]:
+    """Each run of one label, with the runs before and after it."""
+    runs = [list(run) for _, run in groupby(labels)]
+    return list(zip([[], *runs], runs, [*runs[1:], []]))
 
 
 def _stack(labels: list[Label], dim: int, parameter: Tensor) -> Layout | None:

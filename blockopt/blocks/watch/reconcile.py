@@ -43,6 +43,8 @@ def reconcile(
             result[parameter] = seen
         elif isinstance(seen, Ambiguity) or _is_one_block(said, seen):
             continue
+        elif (said.roles, seen.roles) == (("router",), ("gate",)):
+            continue  # what weighs several adapters of an output also gates it
         elif _PROVEN & {*seen.roles} and "bias" not in said.roles:
             result[parameter] = seen
             disagreements.append(

@@ -40,12 +40,12 @@ def layout_of(labels: Sequence[Label], dim: int) -> Layout | None:
         Split(dim=0, sizes=(2,), parts=(2,), repeat=8, pooled=True)
     """
     found = _fit(labels, dim)
-    if found is None and _are_equal(labels):
+    if found is None and are_equal(labels):
         found = _fit([label._replace(block=None) for label in labels], dim)
     return found
 
 
-def _are_equal(labels: Sequence[Label]) -> bool:
+def are_equal(labels: Sequence[Label]) -> bool:
     """Whether the blocks of each role have one size."""
     sizes = Counter(labels)
     return len({(label.role, size) for label, size in sizes.items()}) == len(

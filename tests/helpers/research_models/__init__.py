@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers.research_models import attention_kinds as kinds
-from tests.helpers.research_models import layers, low_rank, storage
+from tests.helpers.research_models import layers, low_rank, storage, without_softmax
 from tests.helpers.research_models.layers import Letters
 from tests.helpers.research_models.parts import D, H, features, image, memory, tokens
 
@@ -55,6 +55,9 @@ RESEARCH = {
     "side-paths": (low_rank.SidePaths, features, low_rank.SIDE_PATHS),
     "sets": (low_rank.Sets, features, low_rank.SETS),
     "biases": (low_rank.Biases, features, low_rank.BIASES),
+    "retention": (without_softmax.Retention, features, without_softmax.RETENTION),
+    "linear-attention": (without_softmax.LinearAttention, features, without_softmax.LINEAR),
+    "efficient-attention": (without_softmax.Efficient, features, without_softmax.EFFICIENT),
 }
 
 

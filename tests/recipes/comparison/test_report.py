@@ -241,3 +241,30 @@ def test_one_seed_and_one_length_are_reported(tmp_path):
     assert got.row("block-muon").verdict == "unclear"
     assert got.row("block-muon").steps is None
     write_report([got], tmp_path / "report.html", "x", {})
+
+
+def bar_colors(comparison):
+    (axes,) = plots.steps_bars(comparison, plots.LIGHT).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    return {name: to_hex(bar.get_edgecolor()) for name, bar in zip(names, axes.patches)}
+
+
+def test_bars_of_steps_claim_nothing_that_the_corrected_loss_does_not(comparison):
+    assert bar_colors(comparison)["block-muon"] == plots.LIGHT.better
+    rows = [
+        replace(row, verdict="unclear") if row.name == "block-muon" else row
+        for row in comparison.rows
+    ]
+    unclear = bar_colors(replace(comparison, rows=rows))
+    assert unclear["block-muon"] == plots.LIGHT.neutral
+    assert unclear["sgd"] == plots.LIGHT.worse
+
+
+def test_ticks_of_learning_rates_are_few_and_those_that_were_tried(comparison):
+    panels = plots.tuning(comparison, plots.LIGHT).axes
+    assert len(panels) == len(comparison.rows)
+    for row, axes in zip(comparison.rows, panels):
+        shown = [label.get_text() for label in axes.get_xticklabels(which="both")]
+        tried = {f"{trial.values['lr']:.2g}" for trial in row.outcome.tuned.trials}
+        assert 0 < len(shown) <= 4
+        assert set(shown) <= tried

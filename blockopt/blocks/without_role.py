@@ -1,0 +1,86 @@
+"""Warnings of what has no role, and of attention that a forward pass does not show."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from blockopt.blocks.blocks import Blocks
+from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
+from blockopt.blocks.overrides import EXAMPLE_HELPS
+from blockopt.blocks.watch import SeenInPass
+
+MOST_OTHER = 0.05  # share of the weights that may be `other` without a warning
+NO_ATTENTION = " The forward pass on `example` shows no attention, so that names alone decide."
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_unseen_attention(
+    found: Layouts, seen: SeenInPass, names: Mapping[Any, str], chosen: Collection[str]
+) -> None:
+    """Say that names alone decide, where they tell of attention that the pass does not show."""
+    by_name = [
+        names[p]
+        for p in seen.multiplied
+        if p in names
+        and p not in seen.layouts
+        and names[p] not in chosen
+        and {"query", "key", "value"} & set(_roles_of(found.get(p)))
+    ]
+    if by_name:
+        warnings.warn(
+            f"The forward pass on `example` shows no attention that uses {by_name[0]!r}"
+            + (f" and {len(by_name) - 1} more" if len(by_name) > 1 else "")
+            + ": it is a recurrence, or runs in a kernel of its own. Names alone decide there.",
+            stacklevel=3,
+        )
+
+
+def _roles_of(layout: Layout | Ambiguity | None) -> tuple[str, ...]:
+    return layout.roles if isinstance(layout, Layout) else ()
+
+
+def _without_role(blocks: Blocks, shape: tuple[int, ...]) -> int:
+    """How many entries of a parameter are `other`."""
+    split = blocks.split
+    if split is None or len(blocks.roles) == 1:
+        return math.prod(shape) if "other" in blocks.roles else 0
+    length = sum(size for role, size in zip(blocks.roles, split.sizes) if role == "other")
+    return math.prod(shape) * length // sum(split.sizes)
+
+
+def warn_of_others(
+    model: nn.Module,
+    blocks: Mapping[str, Blocks],
+    shapes: Mapping[str, tuple[int, ...]],
+    chosen: Collection[str],
+    seen: SeenInPass | None,
+) -> None:
+    """Say once for a model that much of it has no role."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    sizes = {n: _without_role(b, shapes[n]) for n, b in blocks.items() if n not in chosen}
+    others = [name for name, size in sizes.items() if size]
+    share = sum(sizes.values()) / max(1, total)
+    if share <= MOST_OTHER or model in _warned:
+        return
+    _warned.add(model)
+    kinds: dict[str, int] = {}
+    for name in others:
+        holder = model.get_submodule(name.rpartition(".")[0])
+        kinds[type(holder).__name__] = kinds.get(type(holder).__name__, 0) + sizes[name]
+    largest = sorted(kinds, key=kinds.__getitem__, reverse=True)[:3]
+    example = max(others, key=sizes.__getitem__)
+    warnings.warn(
+        f"{share:.0%} of the weights of {type(model).__name__} have no role in a transformer, most "
+        f"of them in {', '.join(largest)}, such as {example!r}. They are `other`: BlockMuon takes "
+        "AdamW for them, and BlockLR gives all of them one scale. If they have a role, say so: "
+        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}})."
+        + (EXAMPLE_HELPS if seen is None else "")
+        + (NO_ATTENTION if seen is not None and not seen.attends else ""),
+        stacklevel=3,
+    )
