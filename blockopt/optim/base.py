@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
-from blockopt.distributed import placed_like
+from blockopt.distributed import is_sharded, placed_like
 from blockopt.optim.checkpoints import check_checkpoint, complete_states
 from blockopt.optim.entry import Entry, Work, by_device, norms_to_check
 from blockopt.optim.finite_gradients import can_read_at_once, flag_on, found_nonfinite
-from blockopt.optim.groups import Shapes, blocks_of, names_of, refuse_flattened, shapes_of
+from blockopt.optim.groups import (
+    Shapes,
+    blocks_of,
+    check_learning_rate,
+    check_supported,
+    names_of,
+    refuse_flattened,
+    shapes_of,
+)
 from blockopt.optim.recording import is_recorded
 from blockopt.optim.refused_steps import Checked, RefusedSteps
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
@@ -112,6 +120,20 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                 changed then. On an accelerator, where waiting for the answer would leave it idle,
                 the next call raises, or `state_dict`; it has changed nothing either.
         """
+        if torch.compiler.is_compiling() and self._adds_over_ranks():
+            return self._eager_step(closure)
+        return self._step(closure)
+
+    def _adds_over_ranks(self) -> bool:
+        """Whether ranks exchange amid the step: no compiler can record that, or gain much."""
+        chosen = [group for group in self.param_groups if self._needs_shapes(group)]
+        return any(is_sharded(p) for group in chosen for p in group["params"])
+
+    @_disable_dynamo
+    def _eager_step(self, closure: Callable[[], Any] | None) -> Any:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._refused.settle()
         loss = None
         if closure is not None:
@@ -375,21 +397,3 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
 
 def _ones(blocks: Blocks, parameter: Tensor) -> Tensor:
     return torch.ones(blocks.num_blocks, dtype=torch.float32, device=parameter.device)
-
-
-def check_supported(parameter: Tensor) -> None:
-    """Raise `ValueError` for a parameter that is not real and floating."""
-    if not parameter.is_floating_point():
-        raise ValueError(
-            f"Invalid parameter of dtype {parameter.dtype}. Must be real and floating; split a "
-            "complex one in two."
-        )
-
-
-def check_learning_rate(lr: float | Tensor) -> None:
-    """Raise `ValueError` if a schedule has set a learning rate that would ruin the weights.
-
-    A tensor is not looked at: that would stall a GPU.
-    """
-    if not isinstance(lr, Tensor) and not 0.0 <= lr < math.inf:
-        raise ValueError(f"Invalid lr={lr}. Must be finite and >= 0.")

@@ -7,7 +7,10 @@ AdamW and SGD with all scales 1. What needs blocks or matrices is refused.
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from torch import Tensor
 
 from blockopt.blocks import Blocks, from_plain
 
@@ -59,3 +62,21 @@ def refuse_flattened(group: dict[str, Any], shapes: Shapes, what: str) -> None:
         "(torch.distributed.fsdp.fully_shard), which keeps their shapes, or BlockAdamW or BlockSGD "
         "without block scales and with second_moment='coordinate'."
     )
+
+
+def check_supported(parameter: Tensor) -> None:
+    """Raise `ValueError` for a parameter that is not real and floating."""
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"Invalid parameter of dtype {parameter.dtype}. Must be real and floating; split a "
+            "complex one in two."
+        )
+
+
+def check_learning_rate(lr: float | Tensor) -> None:
+    """Raise `ValueError` if a schedule has set a learning rate that would ruin the weights.
+
+    A tensor is not looked at: that would stall a GPU.
+    """
+    if not isinstance(lr, Tensor) and not 0.0 <= lr < math.inf:
+        raise ValueError(f"Invalid lr={lr}. Must be finite and >= 0.")

@@ -140,5 +140,5 @@ class RefusedSteps:
         else:
             warnings.warn(
                 f"{message} Later ones are counted in optimizer.nonfinite_steps without a warning.",
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -1,16 +1,18 @@
 """A gradient that is broken on one rank only: all ranks take the same decision."""
 
+import itertools
 import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
 from tests.helpers import parallel_models
 from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
-from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks
+from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, whole
 
 
 def replicas_skip_together(rank):
@@ -92,8 +94,38 @@ def skipping_is_agreed_across_replicas_of_shards(rank):
     assert torch.isfinite(parallel.model.norm.weight).all()
 
 
+def scaled_losses_overflow_together(rank):
+    """An overflow on rank 1: torch's scalers skip the step on both, and the next ones are taken."""
+    mesh, infinite = init_device_mesh("cpu", (2,)), float("inf")
+    for name, scaler_of, sharded in itertools.product(
+        ("adamw", "muon"), (torch.amp.GradScaler, ShardedGradScaler), (False, True)
+    ):
+        parallel = parallel_models.fsdp(mesh) if sharded else parallel_models.replicated()
+        optimizer = OPTIMIZERS[name](blockopt.param_groups(parallel.model), nonfinite="skip")
+        scaler, moved = scaler_of("cpu", init_scale=1024.0), []
+        norm = parallel.model.get_submodule("norm" if sharded else "module.norm").weight
+        for step in range(3):
+            before = whole(norm.detach()).clone()
+            optimizer.zero_grad()
+            loss = parallel.loss(step)
+            if sharded:  # only the rank that holds the broken entry sees it
+                scaler.scale(loss).backward()
+                if step == 1 and rank == 1:
+                    norm.grad.to_local()[0] = infinite
+            else:
+                scaler.scale(loss * (infinite if step == 1 and rank == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            moved.append(not torch.equal(whole(norm.detach()), before))
+        assert moved == [True, False, True], (name, scaler_of, sharded)
+        assert scaler.get_scale() == 512.0
+        for p in parallel.model.parameters():
+            assert_equal_on_ranks(whole(p.detach()))
+
+
 def test_two_ranks_decide_alike():
     run_on_two_ranks(
+        scaled_losses_overflow_together,
         replicas_skip_together,
         replicas_forget_a_skipped_step_alike,
         a_rank_without_gradients_takes_part,

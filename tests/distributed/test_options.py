@@ -46,14 +46,22 @@ def offload_equals_one_process(rank):
 def compiled_step_equals_eager(rank):
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,))
-    for name in ("adamw", "adamw-block"):
+    for name, refreshed in (
+        ("adamw", True),
+        ("adamw-block", False),
+        ("adamw-whitened", False),
+        ("sgd", False),
+        ("muon", True),
+    ):
         found = []
         for compiled in (True, False):
             parallel = parallel_models.fsdp(mesh)
             optimizer = OPTIMIZERS[name](blockopt.param_groups(parallel.model))
             optimizer.set_block_scales(random_scales(optimizer))
+            block_lr = blockopt.BlockLR(optimizer, parallel.model, every=1) if refreshed else None
             step = torch.compile(optimizer.step, backend="aot_eager") if compiled else None
-            train(parallel, optimizer, step)
+            train(parallel, optimizer, step, block_lr)
+            assert block_lr is None or block_lr.history
             found.append(weights(parallel))
         torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
 
