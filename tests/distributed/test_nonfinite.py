@@ -97,9 +97,9 @@ def skipping_is_agreed_across_replicas_of_shards(rank):
 def scaled_losses_overflow_together(rank):
     """An overflow on rank 1: torch's scalers skip the step on both, and the next ones are taken."""
     mesh, infinite = init_device_mesh("cpu", (2,)), float("inf")
-    for name, scaler_of, sharded in itertools.product(
-        ("adamw", "muon"), (torch.amp.GradScaler, ShardedGradScaler), (False, True)
-    ):
+    names = ("adamw", "adamw-block", "sgd", "muon")
+    cases = [*itertools.product(names, (torch.amp.GradScaler,), (False, True))]
+    for name, scaler_of, sharded in [*cases, ("adamw", ShardedGradScaler, True)]:
         parallel = parallel_models.fsdp(mesh) if sharded else parallel_models.replicated()
         optimizer = OPTIMIZERS[name](blockopt.param_groups(parallel.model), nonfinite="skip")
         scaler, moved = scaler_of("cpu", init_scale=1024.0), []
