@@ -43,12 +43,12 @@ def match_overrides(overrides: Mapping[str, Blocks | str], shapes: Shapes) -> di
 
 
 def parse_override(text: str) -> tuple[str, Blocks]:
-    """Read `NAME=ROLE`, or `NAME=ROLE+ROLE:dim/sizes/parts/repeat`, as commands take it.
+    """Read `NAME=ROLE`, or `NAME=ROLE+ROLE:dim/sizes/parts/repeat/stack`, as commands take it.
 
     Args:
         text: A name or pattern, and a role. Several roles are joined by `+`, and need a split: the
-            dimension, the sizes and the parts of the sections, joined by `+` as well, and how often
-            they recur (1 if left out).
+            dimension, the sizes and the parts of the sections, joined by `+` as well, how often
+            they recur, and how many matrices the parameter stacks (1 if left out).
 
     Raises:
         ValueError: If the text has another form, or names a role that there is not.
@@ -58,7 +58,8 @@ def parse_override(text: str) -> tuple[str, Blocks]:
         ('h.*.attn.weight', Blocks(roles=('query', 'key'), layer=None, split=Split(dim=0, sizes=(64, 64), parts=(4, 4))))
     """  # noqa: E501
     form = r"(?P<name>[^=]+)=(?P<roles>[a-z_+]+)(:(?P<dim>\d+)/(?P<sizes>[\d+]+)/(?P<parts>[\d+]+)"
-    found = re.fullmatch(form + r"(/(?P<repeat>\d+))?)?", text.strip())
+    form += r"(/(?P<repeat>\d+)(/(?P<stack>\d+))?)?)?"
+    found = re.fullmatch(form, text.strip())
     unknown = set(found["roles"].split("+")) - set(ROLES) if found else set()
     if found is None or unknown:
         raise ValueError(
@@ -71,7 +72,8 @@ def parse_override(text: str) -> tuple[str, Blocks]:
     split = None
     if found["dim"] is not None:
         sizes, parts = (tuple(map(int, found[key].split("+"))) for key in ("sizes", "parts"))
-        split = Split(int(found["dim"]), sizes, parts, int(found["repeat"] or 1))
+        repeat, stack = (int(found[key] or 1) for key in ("repeat", "stack"))
+        split = Split(int(found["dim"]), sizes, parts, repeat, stack=stack)
     return found["name"], Blocks(tuple(found["roles"].split("+")), None, split)
 
 
@@ -80,8 +82,10 @@ def as_text(name: str, blocks: Blocks) -> str:
     text = f"{name}={'+'.join(blocks.roles)}"
     if blocks.split is None:
         return text
-    dim, sizes, parts, repeat, *_ = blocks.split
+    dim, sizes, parts, repeat, _, stack = blocks.split
     text += f":{dim}/{'+'.join(map(str, sizes))}/{'+'.join(map(str, parts))}"
+    if stack > 1:
+        return f"{text}/{repeat}/{stack}"
     return text if repeat == 1 else f"{text}/{repeat}"
 
 

@@ -243,3 +243,14 @@ def test_block_roles_names_every_block_in_storage_order():
     assert Blocks(roles, split=split).block_roles == once * 2
     assert Blocks(roles, split=split._replace(pooled=True)).block_roles == once
     assert Blocks(("norm",)).block_roles == ("norm",)
+
+
+def test_overrides_of_stacked_experts_are_the_same_as_text():
+    model = nn.Module()
+    model.fused, model.down = (nn.Parameter(torch.zeros(3, *s)) for s in ((8, 64), (32, 8)))
+    with pytest.raises(UnknownBlocksError, match="does not say in which order") as raised:
+        find_blocks(model)
+    overrides = raised.value.overrides
+    assert overrides["fused"].split.stack == 3
+    flags = re.findall(r"--override '(.*)'", raised.value.for_a_command())
+    assert dict(map(parse_override, flags)) == overrides
