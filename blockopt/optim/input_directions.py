@@ -5,15 +5,14 @@ step multiplies the gradient by the inverse of the first factor. Of its eigenval
 that of the mean input alone may hold half of the trace. Gradients are full of noise along these
 directions, and the orthogonalization, which sees one momentum at a time, cannot tell. A sketch of
 the second moment `C` of the gradient's rows `G`, which is `E[x xᵀ]` as the loss weighs it, finds
-them. With a random `Ω` of `d × q` that never changes:
+them (`nystrom.py`):
 
-    S ← β₂ S + (1 − β₂) Gᵀ(G Ω)        C ≈ S (ΩᵀS)⁻¹ Sᵀ = B Bᵀ    (the approximation of Nyström)
+    S ← β₂ S + (1 − β₂) Gᵀ(G Ω)        C ≈ B Bᵀ + μ
     D ← D μ (B Bᵀ + μ)⁻¹ = D − D B (BᵀB + μ)⁻¹ Bᵀ
 
-`D` is the momentum that is then orthogonalized, and `μ` the mean eigenvalue of what `B Bᵀ` leaves
-of `C`, plus `DAMPING` times the mean of all. State: `S` for each matrix and `Ω` for each parameter,
-8 numbers per input each, and the trace of `C`. Ranks that share a parameter add up vectors of this
-size.
+`D` is the momentum that is then orthogonalized. State: `S` for each matrix and `Ω` for each
+parameter, 8 numbers per input each, and the trace of `C`. Ranks that share a parameter add up
+vectors of this size.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from blockopt.distributed.shards import local_stretches, shard_dims
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry
 from blockopt.optim.finite_gradients import keep_if, put_back
+from blockopt.optim.nystrom import cholesky, dominant_directions, new_probes, times_thin
 
 PROBES = 8  # columns of Ω
-DAMPING = 0.1
-RIDGE = 1e-4  # of the mean of diag ΩᵀS, so that float32 has a Cholesky factor of it
 
 
 class Damped(NamedTuple):
@@ -100,8 +98,7 @@ def new_input_state(parameter: Tensor, blocks: Blocks) -> dict[str, Tensor]:
     stack = 1 if maps.stack is None else parameter.shape[maps.stack]
     inputs = parameter.numel() // max(1, stack * parameter.shape[maps.out])
     dtype = accumulation_dtype(parameter)
-    probes = torch.empty(inputs, PROBES, dtype=dtype, device=device)
-    probes.copy_(torch.randn(inputs, PROBES, generator=torch.Generator().manual_seed(0)))
+    probes = new_probes(inputs, PROBES, dtype, device)
     sketch = torch.zeros(stack, inputs, number * PROBES, dtype=dtype, device=device)
     trace = torch.zeros(stack, number, dtype=dtype, device=device)
     return {"input_probes": probes, "input_sketch": sketch, "input_trace": trace}
@@ -123,31 +120,14 @@ def damp_inputs(chosen: list[Damped]) -> None:
 def dominant_inputs(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """`B` and `B (BᵀB + μ)⁻¹`, of (stack, inputs, fused maps · columns) both.
 
-    Everything is relative to the trace, so that no unit under- or overflows. Where rounding, as
-    that of TensorFloat-32, leaves no Cholesky factor, both are 0: this step damps nothing.
+    Where rounding leaves no Cholesky factor, both are 0: this step damps nothing.
     """
     probes, sketch, trace = (state[f"input_{name}"] for name in ("probes", "sketch", "trace"))
-    tiny = torch.finfo(trace.dtype).tiny
     sketch = sketch.unflatten(2, (-1, PROBES)).transpose(1, 2)  # (stack, fused, inputs, columns)
-    sketch = sketch / trace.clamp_min(tiny)[:, :, None, None]
-    core = probes.mT @ sketch
-    ridge = RIDGE * core.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(RIDGE)
-    factor, failed = _cholesky((core + core.mT) / 2, ridge)
-    basis = torch.linalg.solve_triangular(factor, sketch.mT, upper=False).mT
-    basis = basis.masked_fill(failed, 0.0)
-    gram = basis.mT @ basis
-    captured = gram.diagonal(dim1=2, dim2=3).sum(dim=2)
-    rest = ((1 - captured).clamp_min(0) + DAMPING) / len(probes)
-    factor, failed = _cholesky(gram, rest)
+    basis, gram, rest = dominant_directions(probes, sketch, trace)
+    factor, failed = cholesky(gram, rest)
     dual = torch.cholesky_solve(basis.mT, factor).mT.masked_fill(failed, 0.0)
     return basis.transpose(1, 2).flatten(2), dual.transpose(1, 2).flatten(2)
-
-
-def _cholesky(matrices: Tensor, plus: Tensor) -> tuple[Tensor, Tensor]:
-    """The Cholesky factors of matrices with a number added to each diagonal, and which failed."""
-    diagonal = plus[:, :, None] * torch.ones_like(matrices[0, 0, 0])
-    factors, info = torch.linalg.cholesky_ex(matrices + torch.diag_embed(diagonal))
-    return factors, (info != 0)[:, :, None, None]
 
 
 def _add_to_sketches(
@@ -157,7 +137,7 @@ def _add_to_sketches(
     sums: list[Reduced] = []
     for part, gradient, products in zip(parts, gradients, probed):
         squares = torch.linalg.vector_norm(gradient, dim=2, keepdim=True).square()
-        sums.append(part.reduced(_times_thin(gradient.mT, products), part.maps.inp))
+        sums.append(part.reduced(times_thin(gradient.mT, products), part.maps.inp))
         sums.append(part.reduced(part.masked(squares.repeat(1, 1, part.number)).sum(dim=1)))
     new = iter(sums_over_ranks(sums))
     for damped in chosen:
@@ -174,7 +154,7 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
     Ranks that hold different inputs of the same outputs add up.
     """
     found = [
-        part.masked(_times_thin(some, part.own_inputs(matrix)))
+        part.masked(times_thin(some, part.own_inputs(matrix)))
         for part, some, matrix in zip(parts, maps, matrices)
     ]
     cut = [index for index, part in enumerate(parts) if part.inputs_are_cut]
@@ -182,11 +162,6 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
     for index, whole in zip(cut, sums):
         found[index] = parts[index].own_outputs(whole.view(-1, found[index].shape[2]))
     return found
-
-
-def _times_thin(matrices: Tensor, thin: Tensor) -> Tensor:
-    """`matrices @ thin`, which a CPU computes up to nine times as fast from the other side."""
-    return (thin.mT @ matrices.mT).mT
 
 
 class OwnPart:

@@ -3,15 +3,16 @@
 The Hessian block of a head under softmax is close to `diag(p) ⊗ E[h hᵀ]`: one number per token, and
 one matrix for the features, which all tokens share. AdamW divides every entry by its own root mean
 square, which is blind to that matrix. Here each row `i` has one second moment, and the `d` columns
-share their `d × d` second moment `C`, whose inverse root `W` whitens the step:
+share their second moment `C`, of which a sketch finds the dominant directions (`nystrom.py`):
 
     m ← β₁ m + (1 − β₁) g      v_i ← β₂ v_i + (1 − β₂) mean_j g_ij²      C ← β₂ C + (1 − β₂) gᵀg
-    p_i ← p_i − lr · size · scale_i · m_i W / √v_i        W = (C / mean diag C + damping)^(−1/2)
+    p_i ← p_i − lr · size · scale_i · m_i W / √v_i        W = (d C / tr C)^(−1/2), C ≈ B Bᵀ + μ
 
 with the corrections of Adam for the first steps; `size` is the optimizer's. This is Shampoo (Gupta
-et al., 2018) with a diagonal factor on the side of the tokens. If the columns are white already, it
-is AdamW with one second moment per row. State: the momentum, one number per row and a `d × d`
-matrix; AdamW has two numbers per entry.
+et al., 2018) with a diagonal factor on the side of the tokens and a damped one of low rank on that
+of the features. If the columns are white already, it is AdamW with one second moment per row.
+State: the momentum, one number per row and 32 per column; AdamW has two numbers per entry. The
+full matrix `C` gains nothing more in our runs, and takes many times as long for wide tables.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from blockopt.distributed import Reduced, full, local, local_part, sums_over_ran
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry, decay
 from blockopt.optim.finite_gradients import keep_if, put_back
+from blockopt.optim.nystrom import DAMPING, dominant_directions, new_probes, times_thin
 
-DAMPING = 0.1  # of the mean second moment; without it, directions of pure noise get full steps
+PROBES = 16  # columns of the sketch
 FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ + c σ⁵
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
-CHUNK = 1 << 22  # entries that are whitened at once, to bound the memory
+CHUNK = 1 << 19  # entries that are worked on at once: they stay in the cache
 
 
 def new_table_state(parameter: Tensor) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def new_table_state(parameter: Tensor) -> dict[str, Any]:
         "step": torch.zeros((), dtype=torch.float32, device=device),
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros(rows, dtype=dtype, device=device),
-        "covariance": torch.zeros(columns, columns, dtype=dtype, device=device),
+        "column_probes": new_probes(columns, min(PROBES, columns), dtype, device),
+        "column_sketch": torch.zeros(columns, min(PROBES, columns), dtype=dtype, device=device),
+        "column_trace": torch.zeros((), dtype=dtype, device=device),
     }
 
 
@@ -61,54 +65,70 @@ def table_update(
         found_inf: If 1, nothing changes; None if that is ruled out.
         size: How long the step is, as a multiple of the learning rate.
     """
-    products = sums_over_ranks([_column_products(entry.gradient) for entry in entries])
-    for entry, squares, product in zip(entries, mean_squares, products):
+    sketches = sums_over_ranks([_sketch(entry) for entry in entries])
+    for entry, squares, sketch in zip(entries, mean_squares, sketches):
         state, forget = entry.state, 1 - group["betas"][1]
-        changing = [state["step"], state["exp_avg_sq"], state["covariance"]]
+        names = ("step", "exp_avg_sq", "column_sketch", "column_trace")
+        changing = [*(state[name] for name in names)]
         changing += [local(entry.parameter), local(state["exp_avg"])]
         kept = keep_if(found_inf, changing)
         state["step"] += 1
         state["exp_avg_sq"].lerp_(squares.to(state["exp_avg_sq"].dtype), forget)
-        state["covariance"].lerp_(product.view_as(state["covariance"]), forget)
+        state["column_sketch"].lerp_(sketch.view_as(state["column_sketch"]), forget)
+        trace = squares.sum() * entry.parameter.shape[1]
+        state["column_trace"].lerp_(trace.to(state["column_trace"].dtype), forget)
         _move(entry, group, size)
         put_back(found_inf, changing, kept)
 
 
-def _column_products(gradient: Tensor) -> Reduced:
-    """`gᵀg` of the rows that this rank holds, or of all rows if it holds a part of each."""
+def _sketch(entry: Entry) -> Reduced:
+    """`gᵀ(g Ω)` of the rows that this rank holds, or of all rows if it holds a part of each."""
+    gradient, probes = entry.gradient, entry.state["column_probes"]
     cut = local(gradient).shape[1] != gradient.shape[1]
     rows = full(gradient) if cut else local(gradient)
-    wide = accumulation_dtype(rows)
-    total = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=wide)
+    total = torch.zeros_like(probes)
     for some in _row_chunks(rows):
-        total.addmm_(some.mT.to(wide), some.to(wide))
+        wide = some.to(probes.dtype)
+        total += times_thin(wide.mT, times_thin(wide, probes))
     return Reduced(total.flatten(), total if cut else gradient, ())
 
 
-def whitening(covariance: Tensor, damping: float = DAMPING) -> Tensor:
-    """Return `(C / mean diag C + damping)^(−1/2)`, by products of matrices alone.
+def whitening(state: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `a`, `B` and `K` of `W = a + B K Bᵀ`, by products of small matrices alone.
+
+    With `R` the root of `BᵀB + μ`, `K` is `−(√μ R (R + √μ))⁻¹ / √d` and `a` is `1 / √(d μ)`.
+    """
+    found = dominant_directions(*(state[f"column_{n}"] for n in ("probes", "sketch", "trace")))
+    columns, identity = len(found.basis), torch.diag_embed(torch.ones_like(found.gram[0]))
+    root, inverse = root_and_inverse(
+        found.gram + found.rest * identity, DAMPING / columns, 1 + 2 / columns
+    )
+    small = found.rest.sqrt()
+    inner = inverse @ torch.linalg.solve_ex(root + small * identity, identity).result
+    size = math.sqrt(columns)
+    return 1 / (size * small), found.basis, inner / (-size * small)
+
+
+def root_and_inverse(matrix: Tensor, smallest: float, largest: float) -> tuple[Tensor, Tensor]:
+    """The root of a symmetric matrix and its inverse, whose eigenvalues lie between two numbers.
 
     The iteration is that of `newton_schulz.py`, coupled with the inverse: fast steps bring all
-    eigenvalues near 1, exact ones make them so. How many it takes is known beforehand, since the
-    eigenvalues lie between `damping` and `damping + d`. So nothing waits for an accelerator.
+    eigenvalues near 1, exact ones make them so. How many it takes is known beforehand, so nothing
+    waits for an accelerator.
 
     Example:
-        >>> whitening(torch.diag(torch.tensor([7.0, 1.0])), damping=0.25)
-        tensor([[0.7071, 0.0000],
-                [0.0000, 1.4142]])
+        >>> root_and_inverse(torch.diag(torch.tensor([4.0, 0.25])), 0.1, 5.0)[0]
+        tensor([[2.0000, 0.0000],
+                [0.0000, 0.5000]])
     """
-    size, mean = len(covariance), covariance.diagonal().mean()
-    identity = torch.diag_embed(torch.ones_like(covariance.diagonal()))
-    largest = size + damping
-    relative = torch.where(mean > 0, covariance / mean, identity)
-    root, inverse = (relative + damping * identity) / largest, identity
-    smallest = math.sqrt(damping / largest)
-    fast = math.ceil(max(0.0, math.log(0.7 / smallest)) / math.log(FAST[0]))
+    identity = torch.diag_embed(torch.ones_like(matrix[0]))
+    root, inverse = matrix / largest, identity
+    fast = math.ceil(max(0.0, math.log(0.7 / math.sqrt(smallest / largest))) / math.log(FAST[0]))
     for a, b, c in (FAST,) * fast + (EXACT,) * EXACT_STEPS:
         product = inverse @ root
         polynomial = a * identity + b * product + c * (product @ product)
         root, inverse = root @ polynomial, polynomial @ inverse
-    return inverse / math.sqrt(largest)
+    return root * math.sqrt(largest), inverse / math.sqrt(largest)
 
 
 def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
@@ -120,13 +140,15 @@ def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
     root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
     length = group["lr"] * size / (1 - beta1**step)
     sizes = state["scale"].to(root.dtype) / root * length  # per row
-    weights, matrix = local(parameter), whitening(state["covariance"])
+    weights, (own, basis, inner) = local(parameter), whitening(state)
     decay([weights], group)
+    back = inner @ basis.mT
     cut = weights.shape[1] != parameter.shape[1]
     rows = full(momentum) if cut else local(momentum)
     sizes = (sizes if cut else local_part(sizes[:, None], parameter)).view(-1, 1)
     for target, some, rates in zip(*map(_row_chunks, (weights, rows, sizes.expand_as(rows)))):
-        update = (some.to(matrix.dtype) @ matrix) * rates
+        wide = some.to(basis.dtype)
+        update = (times_thin(wide, basis) @ back).add_(wide * own).mul_(rates)
         target.sub_((local_part(update, parameter) if cut else update).to(target.dtype))
 
 

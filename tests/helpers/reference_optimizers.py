@@ -92,11 +92,22 @@ class ReferenceAdamW(Reference):
 
     def whitening(self, name: str, g: Tensor) -> Tensor:
         """The inverse root of the damped second moment of the columns, by its eigenvectors."""
+        found, rest = self.approximation(name, g, columns=16)
+        values, vectors = torch.linalg.eigh(found)
+        return (vectors * (values + rest) ** -0.5) @ vectors.T / math.sqrt(len(found))
+
+    def approximation(self, matrix: str, g: Tensor, columns: int) -> tuple[Tensor, float]:
+        """The approximation of Nyström to the second moment of rows, all of it dense, and `μ`."""
         beta, size = self.options["betas"][1], g.shape[1]
-        old = self.covariances.get(name, torch.zeros(size, size, dtype=torch.float64))
-        c = self.covariances[name] = beta * old + (1 - beta) * g.T @ g
-        values, vectors = torch.linalg.eigh(c / c.diagonal().mean())
-        return (vectors * (values + 0.1) ** -0.5) @ vectors.T
+        number = min(columns, size) if columns == 16 else columns
+        probes = torch.randn(size, number, generator=torch.Generator().manual_seed(0)).double()
+        old = self.covariances.get(matrix, torch.zeros(size, size, dtype=torch.float64))
+        c = self.covariances[matrix] = beta * old + (1 - beta) * g.T @ g
+        c = c / c.trace()
+        core = probes.T @ c @ probes
+        core = core + 1e-4 * core.diagonal().mean() * torch.eye(number, dtype=torch.float64)
+        found = c @ probes @ torch.linalg.inv(core) @ probes.T @ c
+        return found, (max(0.0, 1 - found.trace().item()) + 0.1) / size
 
 
 class ReferenceSGD(Reference):
@@ -143,17 +154,10 @@ class ReferenceMuon(ReferenceAdamW):
         return out.movedim(0, dim)
 
     def damp(self, matrix: str, direction: Tensor, g: Tensor) -> Tensor:
-        """Multiply by the inverse of the approximation of Nyström, all of it dense."""
-        beta, size = self.options["betas"][1], g.shape[1]
-        probes = torch.randn(size, 8, generator=torch.Generator().manual_seed(0)).double()
-        old = self.covariances.get(matrix, torch.zeros(size, size, dtype=torch.float64))
-        c = self.covariances[matrix] = beta * old + (1 - beta) * g.T @ g
-        c = c / c.trace()
-        core = probes.T @ c @ probes
-        core = core + 1e-4 * core.diagonal().mean() * torch.eye(8, dtype=torch.float64)
-        found = c @ probes @ torch.linalg.inv(core) @ probes.T @ c
-        mu = (max(0.0, 1 - found.trace()) + 0.1) / size
-        return direction @ torch.linalg.inv(found + mu * torch.eye(size, dtype=torch.float64)) * mu
+        """Multiply by the inverse of the approximation of Nyström."""
+        found, rest = self.approximation(matrix, g, columns=8)
+        damped = found + rest * torch.eye(len(found), dtype=torch.float64)
+        return direction @ torch.linalg.inv(damped) * rest
 
     def even(self, matrix: str, update: Tensor, along: int) -> Tensor:
         """Divide by the size that the steps of each neuron have had, as a part of their mean."""
