@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks
+from blockopt.optim.input_directions import maps_of
+
+# At a width of 128 the update of a square matrix then has the root mean square of AdamW's, 0.2.
+UNIT = 0.2 * math.sqrt(128)
 
 
 class Section(NamedTuple):
@@ -81,14 +85,24 @@ def section_scales(scale: Tensor, blocks: Blocks, of: list[Section]) -> list[Ten
     return [piece.reshape(section.scale_shape) for piece, section in zip(pieces, of)]
 
 
-def update_size(shape: tuple[int, int]) -> float:
-    """The factor that gives an orthogonal matrix the root mean square of AdamW's update, 0.2."""
-    return 0.2 * math.sqrt(max(shape))
+def update_size(blocks: Blocks, shape: tuple[int, int]) -> float:
+    """The spectral norm of an update at learning rate 1: `UNIT √max(1, outputs / inputs)`.
+
+    With it a step changes the outputs of a map by as much at every width, so that the best learning
+    rate is the same (Yang, Simon and Bernstein, 2023).
+
+    Args:
+        blocks: Of the parameter, which tell inputs from outputs.
+        shape: Of the matrix as it is stored.
+    """
+    maps = maps_of(blocks)
+    outputs, inputs = shape if maps.out < maps.inp else reversed(shape)
+    return UNIT * math.sqrt(max(1.0, outputs / max(1, inputs)))
 
 
 def block_sizes(blocks: Blocks, of: list[Section]) -> Tensor:
     """`update_size` of the matrix that each block belongs to, one value per block."""
-    sizes = [update_size(section.matrix_shape) for section in of]
+    sizes = [update_size(blocks, section.matrix_shape) for section in of]
     if blocks.split is None:
         return torch.tensor(sizes, dtype=torch.float64)
     once = torch.tensor(sizes, dtype=torch.float64).repeat_interleave(

@@ -33,21 +33,22 @@ class BlockMuon(BlockOptimizer):
     values set to about 1, by four steps of an iteration of Newton and Schulz's kind
     (`newton_schulz.py`). Each matrix is what it would be if it were stored alone: a fused matrix is
     taken apart, in any storage order, and so is a stack of experts. With
-    :math:`A \times B` the shape of the matrix and :math:`s_b` the block's scale:
+    :math:`A` outputs, :math:`B` inputs and :math:`s_b` the block's scale:
 
     .. math::
         p \leftarrow p - \eta\lambda p
-        - \eta\, s_b\, 0.2 \sqrt{\max(A, B)}\; \mathrm{orthogonalize}(m)
+        - \eta\, s_b\, 2.26 \sqrt{\max(1, A / B)}\; \mathrm{orthogonalize}(m)
 
-    The factor gives the update the root mean square that AdamW's has, so that one learning rate
-    serves both. Before the orthogonalization, the dominant directions of each matrix's input are
-    damped, as Newton's step would damp them (`input_directions.py`); after it, all neurons of an
-    MLP get steps of the same size (`neuron_steps.py`). Embeddings, norms, biases, the head and all
-    other parameters take the step of `BlockAdamW`.
+    So a step changes the outputs of a map by as much at every width, and one learning rate serves
+    models of all widths, beside the steps of AdamW. Before the orthogonalization, the dominant
+    directions of each matrix's input are damped, as Newton's step would damp them
+    (`input_directions.py`); after it, all neurons of an MLP get steps of the same size
+    (`neuron_steps.py`). Embeddings, norms, biases, the head and all other parameters take the step
+    of `BlockAdamW`.
 
     With `precondition=False`, on unsplit matrices with all scales 1 this is `torch.optim.Muon` with
-    `adjust_lr_fn="match_rms_adamw"`, except for the iteration: torch takes five steps, each with
-    the same coefficients, which bring singular values from 0.16 % of their root of squares up to
+    2.26 times the learning rate, except for the iteration: torch takes five steps, each with the
+    same coefficients, which bring singular values from 0.16 % of their root of squares up to
     [0.68, 1.2]. The four steps here, each with its own, bring those from 0.31 % of about the
     largest up to [0.7, 1.2]. The dtype is bfloat16, or float32 on a CPU without instructions for
     bfloat16.
@@ -62,8 +63,8 @@ class BlockMuon(BlockOptimizer):
 
     Args:
         params: What `param_groups(model)` returns.
-        lr: Learning rate. The default is the best found at a width of 128. The spectral norm of a
-            step grows with the root of the width, so try `1e-2 * sqrt(128 / width)` first.
+        lr: Learning rate. The default is the best found at a width of 128, and its meaning does not
+            change with the width.
         momentum: Decay rate of the momentum of the matrices. In our runs 0.9 ends lower than the
             usual 0.95, with 1,000 tokens per step and with 8,000.
         weight_decay: Decoupled weight decay, for groups that do not bring their own.

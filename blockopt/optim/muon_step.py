@@ -141,7 +141,7 @@ def _targets(step: MatrixStep) -> Iterator[tuple[Section, Tensor]]:
     found = sections(step.entry.parameter, step.entry.blocks)
     scales = section_scales(_wide_scale(step.entry), step.entry.blocks, found)
     for target, scale in zip(found, scales):
-        yield target, scale * (step.lr * update_size(target.matrix_shape))
+        yield target, scale * (step.lr * update_size(step.entry.blocks, target.matrix_shape))
 
 
 def _pieces_with_neurons(step: MatrixStep) -> Iterator[Piece]:

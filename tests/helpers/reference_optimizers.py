@@ -142,15 +142,16 @@ class ReferenceMuon(ReferenceAdamW):
             members = [block for block, r in enumerate(roles) if r == role]
             chosen = torch.isin(ids, torch.tensor(members))
             matrix = rows[chosen]
+            inputs_first = role == "output" and blocks.split is not None
             if precondition:
-                inputs_first = role == "output" and blocks.split is not None
                 pair = [x.T if inputs_first else x for x in (matrix, rows_of_gradient[chosen])]
                 matrix = self.damp(f"{name} {role}", *pair)
                 matrix = matrix.T if inputs_first else matrix
             found = newton_schulz(matrix)
             if role.startswith("mlp") and precondition:
                 found = self.even(f"{name} {role}", found, along=1 if role == "mlp_out" else 0)
-            out[chosen] = 0.2 * math.sqrt(max(found.shape)) * found
+            outputs, inputs = reversed(found.shape) if inputs_first else found.shape
+            out[chosen] = 0.2 * math.sqrt(128 * max(1, outputs / inputs)) * found
         return out.movedim(0, dim)
 
     def damp(self, matrix: str, direction: Tensor, g: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """At scale 1 the optimizers are those of `torch.optim`."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ class Matrices(nn.Module):
         self.mlp.fc1, self.mlp.fc2 = nn.Linear(16, 40, bias=False), nn.Linear(40, 16, bias=False)
 
 
+def torch_muon(model, options):
+    """Torch multiplies an update by the root of outputs over inputs, if there are more of them."""
+    unit = 0.2 * math.sqrt(128)
+    changed = {"lr": unit * options["lr"], "weight_decay": options["weight_decay"] / unit}
+    return torch.optim.Muon(model.parameters(), **options | changed, adjust_lr_fn="original")
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_equals_torch_with_the_same_orthogonalization(nesterov, monkeypatch):
     """Torch takes five steps with fixed coefficients; with our four steps all else is the same."""
@@ -90,7 +98,7 @@ def test_muon_equals_torch_with_the_same_orthogonalization(nesterov, monkeypatch
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
     groups = blockopt.param_groups(ours, weight_decay=0.1)
     run(ours, blockopt.BlockMuon(groups, precondition=False, **options))
-    run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
+    run(theirs, torch_muon(theirs, options))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
         assert (a - b).norm() < 1e-5 * (b - start).norm()
 
@@ -101,19 +109,37 @@ def test_muon_moves_as_torch_does():
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0}
     groups = blockopt.param_groups(ours, weight_decay=0.0)
     run(ours, blockopt.BlockMuon(groups, precondition=False, **options))
-    run(theirs, torch.optim.Muon(theirs.parameters(), **options, adjust_lr_fn="match_rms_adamw"))
+    run(theirs, torch_muon(theirs, options))
     for a, b, start in zip(ours.parameters(), theirs.parameters(), Matrices().parameters()):
         mine, others = (a - start).flatten(), (b - start).flatten()
         assert torch.cosine_similarity(mine, others, dim=0) > 0.98
         assert 0.9 < mine.norm() / others.norm() < 1.15
 
 
-def test_muon_update_has_the_root_mean_square_of_adamw():
-    model = Matrices()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    run(model, blockopt.BlockMuon(blockopt.param_groups(model, weight_decay=0.0), lr=1.0), steps=1)
-    for name, p in model.named_parameters():
-        assert 0.13 < (p - before[name]).square().mean().sqrt() < 0.25
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_step_of_muon_changes_outputs_as_much_at_every_width(transposed):
+    """The spectral norm does not depend on the width, however the weights are stored."""
+    from transformers.pytorch_utils import Conv1D
+
+    norms = {}
+    for width in (16, 64):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.c_fc, model.c_proj = (
+            (Conv1D(4 * width, width), Conv1D(width, 4 * width))
+            if transposed
+            else (nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+        )
+        mlp = nn.Module()
+        mlp.mlp = model
+        before = [p.detach().clone() for p in (model.c_fc.weight, model.c_proj.weight)]
+        groups = blockopt.param_groups(mlp, weight_decay=0.0)
+        run(mlp, blockopt.BlockMuon(groups, lr=1.0, precondition=False), steps=1)
+        after = (model.c_fc.weight, model.c_proj.weight)
+        norms[width] = [torch.linalg.matrix_norm(b - a, 2).item() for a, b in zip(before, after)]
+    unit = 0.2 * math.sqrt(128)
+    for found in norms.values():
+        assert found == pytest.approx([2 * unit, unit], rel=0.25)  # four outputs per input, or one
 
 
 def test_torch_checkpoint_goes_on_in_ours():

@@ -7,7 +7,8 @@ from torch import nn
 import blockopt
 from blockopt.blocks import Blocks, Split, to_plain
 from blockopt.optim.entry import Entry
-from blockopt.optim.input_directions import DAMPING, Damped, damp_inputs, maps_of, new_input_state
+from blockopt.optim.input_directions import Damped, damp_inputs, maps_of, new_input_state
+from blockopt.optim.nystrom import DAMPING
 
 DENSE = torch.float64
 CASES = {
