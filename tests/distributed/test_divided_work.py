@@ -127,8 +127,9 @@ def every_layout_equals_the_undivided_step(rank):
             found = take_steps(start, blocks, place)  # ranks add up in another order
             for name, value in preconditioned.items():
                 assert (value - expected[name]).norm() > 1e-3 * value.norm(), name
-                limit = 1e-11 if value.dtype == torch.float64 else 1e-3
-                error = float((found[name] - value).norm() / value.norm())
+                # Of the way that the weights went. The iteration rounds float32 to bfloat16.
+                limit = 1e-11 if value.dtype == torch.float64 else 3e-2
+                error = float((found[name] - value).norm() / (value - start[name]).norm())
                 assert error < limit, (layout, name, error)
         with changed(muon_on_ranks, DIVIDED_FROM=1):
             options = {"replicas": dist.group.WORLD, **plain}
