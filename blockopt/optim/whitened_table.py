@@ -45,7 +45,7 @@ def new_table_state(parameter: Tensor) -> dict[str, Any]:
         "exp_avg_sq": torch.zeros(rows, dtype=dtype, device=device),
         "column_probes": new_probes(columns, min(PROBES, columns), dtype, device),
         "column_sketch": torch.zeros(columns, min(PROBES, columns), dtype=dtype, device=device),
-        "column_trace": torch.zeros((), dtype=dtype, device=device),
+        "column_trace": torch.zeros(1, dtype=dtype, device=device),  # DCP drops new scalars
     }
 
 
@@ -75,7 +75,7 @@ def table_update(
         state["step"] += 1
         state["exp_avg_sq"].lerp_(squares.to(state["exp_avg_sq"].dtype), forget)
         state["column_sketch"].lerp_(sketch.view_as(state["column_sketch"]), forget)
-        trace = squares.sum() * entry.parameter.shape[1]
+        trace = squares.sum(dim=0, keepdim=True) * entry.parameter.shape[1]
         state["column_trace"].lerp_(trace.to(state["column_trace"].dtype), forget)
         _move(entry, group, size)
         put_back(found_inf, changing, kept)
@@ -98,7 +98,8 @@ def whitening(state: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
     With `R` the root of `BᵀB + μ`, `K` is `−(√μ R (R + √μ))⁻¹ / √d` and `a` is `1 / √(d μ)`.
     """
-    found = dominant_directions(*(state[f"column_{n}"] for n in ("probes", "sketch", "trace")))
+    probes, sketch, trace = (state[f"column_{name}"] for name in ("probes", "sketch", "trace"))
+    found = dominant_directions(probes, sketch, trace[0])
     columns, identity = len(found.basis), torch.diag_embed(torch.ones_like(found.gram[0]))
     root, inverse = root_and_inverse(
         found.gram + found.rest * identity, DAMPING / columns, 1 + 2 / columns

@@ -101,7 +101,9 @@ def test_a_small_gpt_has_the_curvature_that_second_derivatives_tell(kind):
     torch.manual_seed(0)
     model, generator = tiny_gpt(), torch.Generator().manual_seed(0)
     build = {"adamw": blockopt.BlockAdamW, "muon": blockopt.BlockMuon}[kind]
-    optimizer = build(blockopt.param_groups(model), lr=1e-2)
+    # Along longer steps third derivatives count; a small matrix moves far at Muon's usual rate.
+    lr = {"adamw": 1e-2, "muon": 3e-3}[kind]
+    optimizer = build(blockopt.param_groups(model), lr=lr)
     blocks, slopes = blockopt.find_blocks(model), SlopesAlongUpdates("role")
     labels, groups = block_groups(blocks, "role")
     parameters = dict(model.named_parameters())

@@ -114,7 +114,7 @@ def test_the_basis_of_the_columns_hardly_matters():
 
 def state_of(C, probes):
     names = ("column_probes", "column_sketch", "column_trace")
-    return dict(zip(names, (probes, C @ probes, C.trace())))
+    return dict(zip(names, (probes, C @ probes, C.trace()[None])))
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 1), (64, 16), (1024, 16)])
