@@ -28,7 +28,7 @@ from recipes.common.errors import one_line_errors
 from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import PRESETS
-from recipes.comparison import role_scales, signals
+from recipes.comparison import role_scales, role_signals
 from recipes.comparison.role_scales import Case
 from recipes.comparison.run_config import DataConfig
 from recipes.comparison.runs import RunResult, provenance
@@ -134,14 +134,14 @@ def all_signals(
     """Measure every signal with every optimizer, and print how well it predicts the truth."""
     table = Table("optimizer", "signal", "rank correlation", "95 % interval")
     found: list[dict[str, object]] = []
-    wanted = [(name, signal) for name in options.optimizers for signal in signals.SIGNALS]
+    wanted = [(name, signal) for name in options.optimizers for signal in role_signals.SIGNALS]
     with Progress(console=console) as progress:
         for optimizer, signal in progress.track(wanted, description="signals"):
             lr = role_scales.OPTIMIZERS[optimizer]
             config = role_scales.config(study, Case(optimizer), lr, 0)
-            asked, paid = signals.measured(config, signal), signals.truth(rows, optimizer)
+            asked, paid = role_signals.measured(config, signal), role_signals.truth(rows, optimizer)
             both = [roles for roles in paid if roles in asked]
-            value, low, high = signals.correlation(
+            value, low, high = role_signals.correlation(
                 [asked[r] for r in both], [paid[r] for r in both]
             )
             row = {"optimizer": optimizer, "signal": signal, "by role": asked}

@@ -9,7 +9,7 @@ import torch
 
 from recipes import sensitivity
 from recipes.common.gpt2 import GPT2, GPT2Config
-from recipes.comparison import role_scales, signals
+from recipes.comparison import role_scales, role_signals
 from recipes.comparison.arms import ARMS, build
 from recipes.comparison.role_scales import Case, cases, differences
 from recipes.comparison.run_config import DataConfig, RunConfig
@@ -71,18 +71,18 @@ def test_rank_correlations_are_those_of_scipy():
 
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randint(6, (2, 9), generator=generator).double().tolist()  # with equal values
-    found = signals.correlation(a, b)
+    found = role_signals.correlation(a, b)
     assert found.value == pytest.approx(spearmanr(a, b).statistic)
     assert -1 < found.low < found.value < found.high < 1
 
 
-@pytest.mark.parametrize("signal", ["1 / newton", "1 / gradient", *signals.PATHS])
+@pytest.mark.parametrize("signal", ["1 / newton", "1 / gradient", *role_signals.PATHS])
 def test_a_signal_has_a_number_for_each_group_of_roles(signal, tmp_path):
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
     data = DataConfig(str(tmp_path / "corpus.txt"), "bytes", 256, cache=str(tmp_path / "cache"))
     values = (("lr", 1e-3), ("weight_decay", 0.1))
     config = RunConfig("block-adamw", values, 1, 6, TINY, data, batch_size=4)
-    found = signals.measured(config, signal)
+    found = role_signals.measured(config, signal)
     assert set(found) <= set(role_scales.ROLE_GROUPS)
     assert len(found) >= 6
     if signal == "straightness":  # no path is shorter than the way from its start to its end
@@ -92,5 +92,5 @@ def test_a_signal_has_a_number_for_each_group_of_roles(signal, tmp_path):
 def test_the_truth_is_the_loss_at_half_minus_that_at_twice():
     finals = {(case, 0): 3.0 for case in cases("block-sgd")}
     finals[Case("block-sgd", "value", 2.0), 0] = 2.5
-    paid = signals.truth(differences(finals, "block-sgd", 1), "block-sgd")
+    paid = role_signals.truth(differences(finals, "block-sgd", 1), "block-sgd")
     assert paid == dict.fromkeys(role_scales.ROLE_GROUPS, 0.0) | {"value": 0.5}
