@@ -25,6 +25,7 @@ from torch import Tensor
 
 from blockopt.distributed import Reduced, full, local, local_part, sums_over_ranks
 from blockopt.optim.block_squares import accumulation_dtype
+from blockopt.optim.chunks import in_chunks
 from blockopt.optim.entry import Entry, decay
 from blockopt.optim.finite_gradients import keep_if, put_back
 from blockopt.optim.nystrom import DAMPING, dominant_directions, new_probes, times_thin
@@ -32,7 +33,6 @@ from blockopt.optim.nystrom import DAMPING, dominant_directions, new_probes, tim
 PROBES = 16  # columns of the sketch
 FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ + c σ⁵
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
-CHUNK = 1 << 19  # entries that are worked on at once: they stay in the cache
 
 
 def new_table_state(parameter: Tensor) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _sketch(entry: Entry) -> Reduced:
     cut = local(gradient).shape[1] != gradient.shape[1]
     rows = full(gradient) if cut else local(gradient)
     total = torch.zeros_like(probes)
-    for some in _row_chunks(rows):
+    for ((some,),) in in_chunks([rows]):
         wide = some.to(probes.dtype)
         total += times_thin(wide.mT, times_thin(wide, probes))
     return Reduced(total.flatten(), total if cut else gradient, ())
@@ -147,11 +147,7 @@ def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
     cut = weights.shape[1] != parameter.shape[1]
     rows = full(momentum) if cut else local(momentum)
     sizes = (sizes if cut else local_part(sizes[:, None], parameter)).view(-1, 1)
-    for target, some, rates in zip(*map(_row_chunks, (weights, rows, sizes.expand_as(rows)))):
+    for (target,), (some,), (rates,) in in_chunks([weights], [rows], [sizes]):
         wide = some.to(basis.dtype)
         update = (times_thin(wide, basis) @ back).add_(wide * own).mul_(rates)
         target.sub_((local_part(update, parameter) if cut else update).to(target.dtype))
-
-
-def _row_chunks(table: Tensor) -> tuple[Tensor, ...]:
-    return tuple(table.split(max(1, CHUNK // max(1, table.shape[1]))))

@@ -31,7 +31,7 @@ def test_a_pass_shows_what_names_say(kind):
     assert {name: seen[name] for name in matrices} == {name: named[name] for name in matrices}
 
 
-# Drawn at random among those that no other test checks head by head.
+# Drawn at random among those that no other test checks head by head and that a pass reads as names do.
 DRAWN = (
     *("wav2vec2", "blenderbot-small", "gte", "siglip_vision_model"),
     *("whisper", "gpt_neo", "bigbird_pegasus", "hubert", "modernbert", "xglm", "flaubert"),
@@ -49,7 +49,7 @@ def test_derivatives_of_the_heads_alone_find_what_names_say(kind):
     found = set()
     for name, entry in find_blocks(model).items():
         parameter = parameters[name]
-        # A softmax that one token has for itself alone has no derivative.
+        # A pass does not see all of them, such as keys of some cross-attention: names decide there.
         if ATTENTION & set(entry.roles) and parameter.ndim > 1 and parameter in seen:
             assert seen[parameter] == (entry.roles, entry.split), name
             assert entry.split is not None, name

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import blockopt
-from blockopt.optim import whitened_table
+from blockopt.optim import chunks, whitened_table
 from blockopt.optim.whitened_table import root_and_inverse, whitening
 from tests.helpers.optimizers import random_gradients, set_gradients, tiny_gpt
 
@@ -155,7 +155,7 @@ def test_rows_without_gradients_stay_and_no_gradient_at_all_is_no_trouble():
 def test_pieces_of_rows_change_nothing(monkeypatch):
     results = []
     for chunk in (1 << 22, 2 * COLUMNS):
-        monkeypatch.setattr(whitened_table, "CHUNK", chunk)
+        monkeypatch.setattr(chunks, "CPU_CHUNK", chunk)
         model = Table()
         results.append(train(model, optimizer_of(model), gradients(4)))
     torch.testing.assert_close(*results, rtol=0, atol=1e-14)
