@@ -31,7 +31,8 @@ def test_a_pass_shows_what_names_say(kind):
     assert {name: seen[name] for name in matrices} == {name: named[name] for name in matrices}
 
 
-# Drawn at random among those that no other test checks head by head and that a pass reads as names do.
+# Drawn at random among those that no other test checks head by head, and that a pass reads as names
+# do.
 DRAWN = (
     *("wav2vec2", "blenderbot-small", "gte", "siglip_vision_model"),
     *("whisper", "gpt_neo", "bigbird_pegasus", "hubert", "modernbert", "xglm", "flaubert"),
