@@ -13,7 +13,9 @@ from torch import Tensor
 CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 23
 
 
-def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+def in_chunks(
+    *columns: Sequence[Tensor], cpu_chunk: int = CPU_CHUNK
+) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield the rows of `columns` in lists of about one chunk; larger tensors are cut by rows.
 
     The first column holds the tensors to work on, the others tensors that go with them: of the same
@@ -34,7 +36,7 @@ def in_chunks(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     size = 0
     for row in rows:
         first = row[0]
-        chunk = CPU_CHUNK if first.device.type == "cpu" else GPU_CHUNK
+        chunk = cpu_chunk if first.device.type == "cpu" else GPU_CHUNK
         if size + first.numel() > chunk and pending:
             yield tuple(map(list, zip(*pending)))
             pending, size = [], 0

@@ -31,6 +31,7 @@ from blockopt.optim.finite_gradients import keep_if, put_back
 from blockopt.optim.nystrom import DAMPING, dominant_directions, new_probes, times_thin
 
 PROBES = 16  # columns of the sketch
+CPU_CHUNK = 1 << 18  # entries that a core works on at once: products with them reuse its own cache
 FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ + c σ⁵
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
 
@@ -87,7 +88,7 @@ def _sketch(entry: Entry) -> Reduced:
     cut = local(gradient).shape[1] != gradient.shape[1]
     rows = full(gradient) if cut else local(gradient)
     total = torch.zeros_like(probes)
-    for ((some,),) in in_chunks([rows]):
+    for ((some,),) in in_chunks([rows], cpu_chunk=CPU_CHUNK):
         wide = some.to(probes.dtype)
         total += times_thin(wide.mT, times_thin(wide, probes))
     return Reduced(total.flatten(), total if cut else gradient, ())
@@ -147,7 +148,8 @@ def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
     cut = weights.shape[1] != parameter.shape[1]
     rows = full(momentum) if cut else local(momentum)
     sizes = (sizes if cut else local_part(sizes[:, None], parameter)).view(-1, 1)
-    for (target,), (some,), (rates,) in in_chunks([weights], [rows], [sizes]):
+    chunks = in_chunks([weights], [rows], [sizes], cpu_chunk=CPU_CHUNK)
+    for (target,), (some,), (rates,) in chunks:
         wide = some.to(basis.dtype)
-        update = (times_thin(wide, basis) @ back).add_(wide * own).mul_(rates)
+        update = (wide * (own * rates)).addmm_(times_thin(wide, basis) * rates, back)
         target.sub_((local_part(update, parameter) if cut else update).to(target.dtype))
