@@ -113,8 +113,12 @@ def damp_inputs(chosen: list[Damped]) -> None:
     found = [dominant_inputs(damped.entry.state) for damped in chosen]
     directions = [part.as_maps(damped.direction) for part, damped in zip(parts, chosen)]
     shares = _products(parts, directions, [basis for basis, _ in found])
-    for damped, part, share, (_, dual) in zip(chosen, parts, shares, found):
-        local(damped.direction).sub_(part.as_stored(share @ part.own_inputs(dual).mT))
+    for damped, part, maps, share, (_, dual) in zip(chosen, parts, directions, shares, found):
+        back = part.own_inputs(dual).mT
+        if part.is_viewed(damped.direction):
+            maps.baddbmm_(share, back, alpha=-1)
+        else:
+            local(damped.direction).sub_(part.as_stored(share @ back))
 
 
 def dominant_inputs(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -204,6 +208,10 @@ class OwnPart:
         if stack is None:
             return part.movedim((out, inp), (0, 1)).flatten(1)[None]
         return part.movedim((out, inp), (1, 2))
+
+    def is_viewed(self, tensor: Tensor) -> bool:
+        """Whether `as_maps` is sure to be a view of the tensor, not a copy."""
+        return tensor.dtype == self._wide and tensor.ndim == (2 if self.maps.stack is None else 3)
 
     def as_stored(self, maps: Tensor) -> Tensor:
         """The way back."""
