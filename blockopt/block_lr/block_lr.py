@@ -89,7 +89,8 @@ class BlockLR:
             which runs in evaluation mode and sees no gradients. "newton", "secant" and
             "directional" look along the optimizer's update, and for that keep a copy of the
             parameters from before the step that a refresh follows.
-        every: Optimizer steps from one refresh to the next.
+        every: Optimizer steps from one refresh to the next: by default 75 for SGD and 150 for all
+            others.
         warmup: Optimizer steps before the first one counts.
         until: The last optimizer step that a refresh may follow; from then on the scales stay.
         power: The power of the curvature, see `block_scales`: by default -1 for SGD, whose steps
@@ -98,7 +99,7 @@ class BlockLR:
             all others.
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
         beta: The weight of the past in the smoothed scales, which start at 1; 0 takes each
-            measurement as it is.
+            measurement as it is. By default 0.5 for SGD and 0.9 for all others.
         fade: Optimizer steps after which all scales are 1 again: after step t the logarithm of a
             scale is multiplied by `1 - t / fade`. None for never.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
@@ -136,19 +137,22 @@ class BlockLR:
         model: nn.Module,
         *,
         curvature: str | CurvatureFunction = defaults.CURVATURE,
-        every: int = defaults.EVERY,
+        every: int | None = None,
         warmup: int = 0,
         until: int | None = None,
         power: float | None = None,
         bounds: tuple[float, float] | None = None,
         by: Level = "role",
-        beta: float = defaults.BETA,
+        beta: float | None = None,
         fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
     ) -> None:
         if not callable(curvature):
             check_choice("curvature", curvature, ESTIMATORS)
+        usual = defaults.rule_for(unwrapped(optimizer))
+        every = usual.every if every is None else every
+        beta = usual.beta if beta is None else beta
         check_count("every", every)
         check_count("warmup", warmup, smallest=0)
         if until is not None:
@@ -163,9 +167,8 @@ class BlockLR:
         self._needs_update = self._estimator is not None and self._estimator.needs_update
         self._num_probes, self._seed = num_probes, seed
         self._every, self._warmup, self._until, self._fade = every, warmup, until, fade
-        usual_power, usual_bounds = defaults.power_and_bounds(unwrapped(optimizer))
         self._options = ScaleOptions(
-            usual_power if power is None else power, usual_bounds if bounds is None else bounds, by
+            usual.power if power is None else power, usual.bounds if bounds is None else bounds, by
         )
         self._options.check()
         self.history = History()

@@ -36,8 +36,8 @@ RATIOS = {
 class ScaleOptions(NamedTuple):
     """How curvature becomes a multiplier, see `block_scales`."""
 
-    power: float = defaults.POWER
-    bounds: tuple[float, float] = defaults.BOUNDS
+    power: float = defaults.USUAL.power
+    bounds: tuple[float, float] = defaults.USUAL.bounds
     by: Level = "role"
 
     def check(self) -> None:
@@ -57,8 +57,8 @@ def block_scales(
     model: nn.Module,
     blocks: Mapping[str, Blocks] | None = None,
     *,
-    power: float = defaults.POWER,
-    bounds: tuple[float, float] = defaults.BOUNDS,
+    power: float = defaults.USUAL.power,
+    bounds: tuple[float, float] = defaults.USUAL.bounds,
     by: Level = "role",
 ) -> dict[str, Tensor]:
     """Return learning-rate multipliers `clip((curvature / reference) ** power, *bounds)` per block.

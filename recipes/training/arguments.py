@@ -89,7 +89,8 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     group.add_argument("--decay", type=float, default=0.2, help="part of the steps, for wsd")
     group = parser.add_argument_group("block learning rates")
     group.add_argument("--curvature", choices=ESTIMATORS, help="attach a BlockLR that measures it")
-    group.add_argument("--curvature-every", type=int, default=150, help="steps between refreshes")
+    about = "steps between refreshes (default: 75 for SGD, 150 for others)"
+    group.add_argument("--curvature-every", type=int, help=about)
     usual = "exponent (default: -1 for SGD, else -0.5)"
     group.add_argument("--curvature-power", type=float, help=usual)
     levels = ("role", "layer", "tensor", "head")

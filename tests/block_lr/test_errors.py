@@ -182,7 +182,6 @@ def test_a_missing_loss_is_named_even_when_nothing_is_due(name):
         ),
         ({"every": 0}, "Invalid every=0. Must be an integer >= 1."),
         ({"every": 1.5}, "Invalid every=1.5"),
-        ({"every": None}, "Invalid every=None"),
         ({"warmup": -1}, "Invalid warmup=-1. Must be an integer >= 0."),
         ({"warmup": None}, "Invalid warmup=None"),
         ({"until": -1}, "Invalid until=-1. Must be an integer >= 0."),
