@@ -65,16 +65,20 @@ class Evaluation:
 
 def checked_loss(result: Any) -> tuple[Tensor, float | None]:
     """Return the loss and the number of tokens, if there is one, or raise as `Evaluation` does."""
-    loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss, tokens = result if is_pair else (result, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = repr(loss)
         if isinstance(loss, Tensor):
             what = f"a tensor of shape {tuple(loss.shape)}"
             what += "" if loss.requires_grad else ", which requires no gradient"
+        if is_pair:
+            what = f"a pair that begins with {what}"
         raise NoLossError(
             f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar "
             "tensor with its graph, alone or with the number of tokens: "
-            "`lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`."
+            "`lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`. If the "
+            "model returns logits and loss, take the second: `lambda: model(x, y)[1]`."
         )
     if not bool(torch.isfinite(loss.detach())):
         raise NonFiniteError(

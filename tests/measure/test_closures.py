@@ -151,6 +151,7 @@ WRONG_LOSSES = {
     r"a tensor of shape \(2,\)": lambda loss: loss.repeat(2),
     "which requires no gradient": lambda loss: loss.detach(),
     r"lambda: \(model": lambda loss: (loss, 3, 4),
+    r"a pair that begins with a tensor of shape \(2,\)": lambda loss: (loss.repeat(2), loss),
 }
 
 
