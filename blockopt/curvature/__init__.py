@@ -59,51 +59,45 @@ class Estimator(NamedTuple):
 
     Attributes:
         measure: Makes the estimate.
+        gradients: What it costs per batch, in gradient evaluations, rounded up.
         needs_loss: Whether it runs the model on a batch.
         needs_update: Whether it looks along the optimizer's last update.
         works_sharded: Whether it can measure FSDP2 and tensor-parallel models.
-        gradients: What it costs per batch, in gradient evaluations, rounded up.
         needs_slopes: Whether it needs slopes that are collected while the optimizer steps.
     """
 
     measure: Callable[[Request], Curvature]
-    needs_loss: bool
-    needs_update: bool
-    works_sharded: bool
     gradients: int
+    needs_loss: bool = True
+    needs_update: bool = False
+    works_sharded: bool = False
     needs_slopes: bool = False
 
 
 ESTIMATORS = {
     "newton": Estimator(
         lambda r: newton(r.model, r.losses, r.update, blocks=r.blocks, scales=r.scales, by=r.by),
-        needs_loss=True,
+        gradients=2,
         needs_update=True,
         works_sharded=True,
-        gradients=2,
     ),
     "secant": Estimator(
         lambda r: directional(r.model, r.losses, r.update, blocks=r.blocks, method="secant"),
-        needs_loss=True,
+        gradients=2,
         needs_update=True,
         works_sharded=True,
-        gradients=2,
     ),
     "directional": Estimator(
         lambda r: directional(r.model, r.losses, r.update, blocks=r.blocks, method="exact"),
-        needs_loss=True,
-        needs_update=True,
-        works_sharded=False,
         gradients=4,
+        needs_update=True,
     ),
     "gauss_newton": Estimator(
         lambda r: gauss_newton(
             r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
         ),
-        needs_loss=True,
-        needs_update=False,
-        works_sharded=True,
         gradients=1,
+        works_sharded=True,
     ),
     "analytic": Estimator(
         lambda r: analytic(
@@ -114,50 +108,38 @@ ESTIMATORS = {
             generator=r.generator,
             known=r.known,
         ),
-        needs_loss=True,
-        needs_update=False,
-        works_sharded=False,
         gradients=2,
     ),
     "hutchinson": Estimator(
         lambda r: hutchinson(
             r.model, r.losses, blocks=r.blocks, num_probes=r.num_probes, generator=r.generator
         ),
-        needs_loss=True,
-        needs_update=False,
-        works_sharded=False,
         gradients=4,
     ),
     "top_eigenvalue": Estimator(
         lambda r: top_eigenvalue(
             r.model, r.losses, blocks=r.blocks, by=r.by, generator=r.generator
         ),
-        needs_loss=True,
-        needs_update=False,
-        works_sharded=False,
         gradients=180,
     ),
     "successive_gradients": Estimator(
         lambda r: successive_gradients(r.slopes, r.blocks, scales=r.scales, by=r.by),
-        needs_loss=False,
-        needs_update=False,
-        works_sharded=True,
         gradients=0,
+        needs_loss=False,
+        works_sharded=True,
         needs_slopes=True,
     ),
     "gradient": Estimator(
         lambda r: gradient(r.model, blocks=r.blocks),
-        needs_loss=False,
-        needs_update=False,
-        works_sharded=True,
         gradients=0,
+        needs_loss=False,
+        works_sharded=True,
     ),
     "power_law": Estimator(
         lambda r: power_law(r.model, blocks=r.blocks),
-        needs_loss=False,
-        needs_update=False,
-        works_sharded=True,
         gradients=0,
+        needs_loss=False,
+        works_sharded=True,
     ),
 }
 

@@ -101,14 +101,12 @@ def _fused_scaled_update(
     entries: list[Entry], columns: Columns, group: dict[str, Any], found_inf: Tensor | None
 ) -> None:
     """One call of the kernel per scale, on views of the rows that share it; then all the others."""
-    rows = list(zip(entries, zip(*columns)))
-    simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
-    for scale, views in by_scale(*zip(*simple)).items() if simple else ():
+    simple, others = by_scale((entry.runs for entry in entries), columns)
+    for scale, views in simple.items():
         _fused_update(views, group, scale, found_inf)
-    others = [(entry, row) for entry, row in rows if entry.runs is None]
     if others:
-        chosen, remaining = zip(*others)
-        _fused_entrywise_update(chosen, [list(c) for c in zip(*remaining)], group, found_inf)
+        remaining = [[column[i] for i in others] for column in columns]
+        _fused_entrywise_update([entries[i] for i in others], remaining, group, found_inf)
 
 
 def _fused_update(

@@ -78,13 +78,7 @@ class BlockMuon(BlockOptimizer):
         eps: Added to the root of their second moment.
         second_moment: Theirs, `"whitened"`, `"coordinate"` or `"block"`, see `BlockAdamW`.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
-            `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
-            first time. Weights and state are untouched in both cases. With `"skip"` all ranks of
-            the default process group decide alike, so all of them must call `step`. On an
-            accelerator the error or warning comes one step later, since waiting for the answer
-            would leave it idle. `"ignore"` checks nothing, as `torch.optim` does, and saves the
-            time of reading all gradients once more.
+        nonfinite: What to do when a gradient is not finite, see `BlockAdamW`.
         replicas: Under DDP, the process group whose ranks train copies of the same model, such as
             `torch.distributed.group.WORLD`: they divide the orthogonalizations and exchange the
             updates. None leaves every rank with all of them. Sharded parameters need no such hint.

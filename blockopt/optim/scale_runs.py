@@ -6,7 +6,7 @@ view, and all views of one scale go into one call of the kernel, with `lr * scal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -50,19 +50,21 @@ def scale_runs(scale: Tensor, blocks: Blocks, parameter: Tensor) -> list[ScaleRu
 
 
 def by_scale(
-    runs: Iterable[list[ScaleRun]], rows: Iterable[tuple[Tensor, ...]]
-) -> dict[float, list[list[Tensor]]]:
-    """Return `{scale: columns}` with a view for each stretch of each row of tensors.
+    runs: Iterable[list[ScaleRun] | None], columns: Sequence[Sequence[Tensor]]
+) -> tuple[dict[float, list[list[Tensor]]], list[int]]:
+    """Return `{scale: columns}` with a view for each stretch, and the rows that have none.
 
     Args:
         runs: The stretches of each parameter.
-        rows: For each parameter, tensors of the shape of its local part.
+        columns: Tensors of the shape of each parameter's local part.
     """
     found: dict[float, list[list[Tensor]]] = {}
-    for stretches, row in zip(runs, rows):
-        for start, length, scale in stretches:
-            columns = found.setdefault(scale, [[] for _ in row])
-            for column, tensor in zip(columns, row):
+    others = []
+    for number, (stretches, row) in enumerate(zip(runs, zip(*columns))):
+        if stretches is None:
+            others.append(number)
+        for start, length, scale in stretches or ():
+            for views, tensor in zip(found.setdefault(scale, [[] for _ in row]), row):
                 whole = tensor.ndim == 0 or length == tensor.shape[0]
-                column.append(tensor if whole else tensor.narrow(0, start, length))
-    return found
+                views.append(tensor if whole else tensor.narrow(0, start, length))
+    return found, others

@@ -37,13 +37,7 @@ class BlockSGD(BlockOptimizer):
         weight_decay: Decoupled weight decay, for groups that do not bring their own.
         nesterov: Look ahead by one step of momentum.
         maximize: Ascend instead of descend.
-        nonfinite: What to do when a gradient, or its square (above about 1e19), is not finite:
-            `"raise"`, or `"skip"` the step, count it in `optimizer.nonfinite_steps` and warn the
-            first time. Weights and state are untouched in both cases. With `"skip"` all ranks of
-            the default process group decide alike, so all of them must call `step`. On an
-            accelerator the error or warning comes one step later, since waiting for the answer
-            would leave it idle. `"ignore"` checks nothing, as `torch.optim` does, and saves the
-            time of reading all gradients once more.
+        nonfinite: What to do when a gradient is not finite, see `BlockAdamW`.
 
     Raises:
         ValueError: If a hyperparameter is out of range.
@@ -116,14 +110,12 @@ class BlockSGD(BlockOptimizer):
         if not self._scaled_step():
             _fused_update(columns, group, lr, found_inf)
             return
-        rows = list(zip(entries, zip(*columns)))
-        simple = [(entry.runs, row) for entry, row in rows if entry.runs is not None]
-        for scale, views in by_scale(*zip(*simple)).items() if simple else ():
+        simple, others = by_scale((entry.runs for entry in entries), columns)
+        for scale, views in simple.items():
             _fused_update(views, group, lr * scale, found_inf)
-        others = [(entry, row) for entry, row in rows if entry.runs is None]
         if others:
-            chosen, remaining = zip(*others)
-            self._foreach_update(chosen, [list(c) for c in zip(*remaining)], group, found_inf)
+            remaining = [[column[i] for i in others] for column in columns]
+            self._foreach_update([entries[i] for i in others], remaining, group, found_inf)
 
     def _foreach_update(
         self,

@@ -98,11 +98,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def losses_of(path: Path) -> dict[int, float]:
-    """Return the training loss of each step."""
-    return {line["step"]: line["loss"] for line in read_log(path) if line["kind"] == "step"}
-
-
 def describe_run() -> dict[str, Any]:
     """Return command, time, code and versions of this run."""
     return {

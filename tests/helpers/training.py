@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from recipes import train
 from recipes.training.arguments import parse
-from recipes.training.run_log import losses_of, read_log
+from recipes.training.run_log import read_log
 from tests.helpers.killed import die, in_child
 
 OURS = ("block-adamw", "block-adamw-block", "block-sgd", "block-muon")
@@ -33,6 +33,11 @@ def forget(partial: bool = True) -> None:
     """Accelerate keeps its state in classes: a second run in a process must start without it."""
     AcceleratorState._reset_state(reset_partial_state=partial)
     GradientState._reset_state()
+
+
+def losses_of(log: Path) -> dict[int, float]:
+    """Return the training loss of each step."""
+    return {line["step"]: line["loss"] for line in read_log(log) if line["kind"] == "step"}
 
 
 def run(argv: list[str], partial: bool = True) -> Path:

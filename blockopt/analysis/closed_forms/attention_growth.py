@@ -7,17 +7,13 @@ blocks that differ little at σ = 1 differ by orders of magnitude at the σ of a
 
 from __future__ import annotations
 
-import math
 from itertools import combinations_with_replacement
 from typing import NamedTuple, get_args
 
 import torch
-from torch import Tensor
 
 from blockopt.analysis.closed_forms.attention_map import Activation
 from blockopt.analysis.closed_forms.checks import Part
-from blockopt.analysis.closed_forms.growth import Measure
-from blockopt.analysis.closed_forms.output_loss import CrossEntropy, OutputLoss, SquaredError
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.checks import check_choice, check_count
 
@@ -91,9 +87,6 @@ def attention_exponents(
     return {label: int(value) if value == int(value) else value for label, value in found.items()}
 
 
-PREDICTED = attention_exponents()
-
-
 def linear_attention_exponents(depth: int) -> dict[str, int]:
     """Return the exponents of the diagonal blocks of `depth` linear attention layers.
 
@@ -113,20 +106,10 @@ def linear_attention_exponents(depth: int) -> dict[str, int]:
     return {"outer": 2 * 3**depth, "functional": 3**depth}
 
 
-def linear_mlp_exponents() -> dict[str, int]:
-    """Return the exponents of a linear MLP of any depth; functional diagonal blocks are zero.
-
-    Example:
-        >>> linear_mlp_exponents()
-        {'outer': 2, 'functional': 1}
-    """
-    return {"outer": 2, "functional": 1}
-
-
 def attention_norms(
     hessian: SelfAttentionHessian, *, mixed: bool = False
 ) -> dict[BlockPart, float]:
-    """Return exact Frobenius norms of the blocks of one attention layer, labelled as `PREDICTED`.
+    """Return exact Frobenius norms of the blocks of one attention layer.
 
     Diagonal blocks are never built, so any width will do. With several heads, only the blocks of
     each head with itself count: `sqrt(Σ_h ‖H(h, h)‖²)`.
@@ -154,63 +137,3 @@ def attention_norms(
                 continue
             found[BlockPart(part, a, b)] = float(torch.stack(squares).sum().sqrt())
     return found
-
-
-def attention_measure(
-    *,
-    tokens: int = 17,
-    width: int = 16,
-    key_width: int | None = None,
-    sequences: int = 1,
-    activation: Activation = "softmax",
-    causal: bool = False,
-    classes: int | None = None,
-    target_scale: float = 1.0,
-    mixed: bool = False,
-) -> Measure[BlockPart]:
-    """Return what `growth` needs for one attention layer with random weights: exact norms.
-
-    Tokens are `σ N(0, 1)`, weights `N(0, 0.64 / width)` as in the paper's appendix F. A seed draws
-    the same numbers at all σ.
-
-    Args:
-        tokens: The length of a sequence.
-        width: The width of the tokens and of the output.
-        key_width: The width of queries and keys, by default `width`.
-        sequences: The number of sequences.
-        activation: "softmax" or "linear".
-        causal: Whether a position sees only itself and those before it.
-        classes: The number of random classes for cross-entropy with a random head; by default the
-            loss is the squared error.
-        target_scale: The standard deviation of the targets of the squared error. With 0 the
-            residual shrinks with σ, and the exponents of functional blocks are larger by one (three
-            for linear attention); see `attention_exponents`.
-        mixed: See `attention_norms`.
-
-    Example:
-        >>> from blockopt.analysis.closed_forms.growth import growth
-        >>> found = growth(attention_measure(tokens=5, width=4), [0.01, 0.02, 0.04]).exponents()
-        >>> [round(found[BlockPart(part, "query", "query")].value) for part in PARTS]
-        [6, 5, 5]
-    """
-    key_width = width if key_width is None else key_width
-
-    def measure(sigma: float, seed: int) -> dict[BlockPart, float]:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int, scale: float = 0.8 / math.sqrt(width)) -> Tensor:
-            return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        X = normal(sequences, tokens, width, scale=sigma)
-        W_Q, W_K, W_V = normal(width, key_width), normal(width, key_width), normal(width, width)
-        loss: OutputLoss = SquaredError(normal(sequences, tokens, width, scale=target_scale))
-        if classes is not None:
-            targets = torch.randint(classes, (sequences, tokens), generator=generator)
-            loss = CrossEntropy(normal(width, classes), targets)
-        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
-        hessian = SelfAttentionHessian(
-            X, W_Q, W_K, W_V, loss=loss, mask=mask, activation=activation
-        )
-        return attention_norms(hessian, mixed=mixed)
-
-    return measure

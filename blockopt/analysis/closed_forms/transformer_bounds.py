@@ -194,26 +194,6 @@ def transformer_bounds(
     return bounds
 
 
-def whole_bound(bounds: Sequence[Bound]) -> float:
-    """Bound the norm of the whole matrix by that of the matrix of the blocks' bounds.
-
-    It is at most the number of roles times the largest bound, which is the paper's (5 max, or 3 max
-    for attention).
-
-    Example:
-        >>> entries = ("a", "a", 3.0), ("a", "b", 4.0), ("b", "b", 3.0)
-        >>> whole_bound([Bound(*entry, true=1.0) for entry in entries])
-        7.0
-    """
-    roles = list(dict.fromkeys(entry.row for entry in bounds))
-    matrix = torch.zeros(len(roles), len(roles), dtype=torch.float64)
-    for entry in bounds:
-        i, j = roles.index(entry.row), roles.index(entry.column)
-        matrix[i, j] = matrix[j, i] = entry.bound
-    # Without negative entries, the largest eigenvalue is also the largest in size.
-    return float(torch.linalg.eigvalsh(matrix)[-1])
-
-
 def bound_table(bounds: Sequence[Bound]) -> str:
     """Return the bounds as a table.
 

@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from blockopt.analysis.closed_forms.attention_moments import (
-    attention_moment,
-    commutation_matrix,
-    first_data_term,
-    second_data_term,
-    softmax_hessian,
-    softmax_jacobian,
-    softmax_row_hessian,
-)
+from blockopt.analysis.closed_forms.attention_moments import attention_moment
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from tests.helpers.attention_reference import (
     assert_close,
@@ -33,6 +25,14 @@ from tests.helpers.attention_reference import (
     mean_squared,
     sizes_of,
     unflat,
+)
+from tests.helpers.paper_matrices import (
+    commutation_matrix,
+    first_data_term,
+    second_data_term,
+    softmax_hessian,
+    softmax_jacobian,
+    softmax_row_hessian,
 )
 
 kron = torch.kron

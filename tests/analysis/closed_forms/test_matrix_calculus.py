@@ -5,8 +5,8 @@ import torch
 from torch import kron
 from torch.func import jacrev
 
-from blockopt.analysis.closed_forms.attention_moments import commutation_matrix
 from tests.helpers.attention_reference import assert_close
+from tests.helpers.paper_matrices import commutation_matrix
 
 
 def eye(n):
