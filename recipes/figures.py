@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from recipes.common.files import write_whole
+from blockopt.files import write_whole
 from recipes.common.flags import script_parser
 from recipes.paper_figures import (
     block_spectra,

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from blockopt.files import write_whole
 from recipes.common.checkpoints import run_lock
 from recipes.common.errors import one_line_errors
-from recipes.common.files import write_whole
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import PRESETS
 from recipes.comparison import role_scales, role_signals

@@ -13,7 +13,7 @@ PACKAGES = ("blockopt", "recipes", "benchmarks")
 LONGEST = 400  # lines of a file
 
 # What the rooms of blockopt may import besides themselves, and besides what knows nobody.
-KNOWS_NOBODY = {"checks", "errors", "no_trace", "tables"}
+KNOWS_NOBODY = {"checks", "errors", "files", "no_trace", "tables"}
 MAY_IMPORT = {
     **{room: set() for room in KNOWS_NOBODY},
     "distributed": set(),

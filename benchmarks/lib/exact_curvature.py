@@ -25,6 +25,7 @@ Matrix = Literal["GN", "H", "λ_max"]
 SMALL = GPT2Config(vocab_size=64, context=32, width=16, depth=3, heads=2)
 TINY = GPT2Config(vocab_size=8, context=8, width=4, depth=1, heads=2)
 LR = 3e-3
+SEQUENCES = 8  # on which curvature is measured
 CHUNK = 32  # unit vectors at a time; their activations should stay in the cache
 
 
@@ -67,19 +68,17 @@ def characters(vocabulary: int) -> Tensor:
     return ranks.clamp(max=vocabulary - 1)[data]
 
 
-def points(config: GPT2Config, steps: int, size: int = 8, batch_size: int = 32) -> Iterator[Point]:
+def points(config: GPT2Config, steps: int) -> Iterator[Point]:
     """Yield a model at initialisation, and the same model trained for some AdamW steps.
 
     Args:
         config: Sizes of the model.
-        steps: Number of training steps.
-        size: Sequences on which curvature is measured.
-        batch_size: Sequences per training step.
+        steps: Number of training steps, of 32 sequences each.
     """
     torch.manual_seed(0)
     data = characters(config.vocab_size)
-    measured = Batches(data, batch_size=size, context=config.context, seed=1)[0]
-    training = Batches(data, batch_size=batch_size, context=config.context, seed=0)
+    measured = Batches(data, batch_size=SEQUENCES, context=config.context, seed=1)[0]
+    training = Batches(data, batch_size=32, context=config.context, seed=0)
     model = GPT2(config).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -129,10 +128,10 @@ def exact_curvature(point: Point, advance: Callable[[str], None]) -> dict[Matrix
     return found | {"λ_max": largest}
 
 
-def amount_of_work(config: GPT2Config, size: int = 8) -> int:
+def amount_of_work(config: GPT2Config) -> int:
     """Return how often `exact_curvature` calls `advance`."""
     sizes = [p.numel() for p in GPT2(config).parameters()]
-    return sum(-(-number // CHUNK) for number in sizes) + size * config.context
+    return sum(-(-number // CHUNK) for number in sizes) + SEQUENCES * config.context
 
 
 def hessian_of_tensors(

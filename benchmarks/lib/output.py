@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from recipes.common.files import write_whole
+from blockopt.files import write_whole
 
 WIDTH = 100
 CONSOLE = Console(width=WIDTH)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from blockopt.files import whole_file
 from blockopt.measure.closures import trainable_parameters
 
 
@@ -51,19 +51,11 @@ class PartialResults:
             )
 
     def save(self, number: int, piece: Any) -> None:
-        """Add a piece, and write all of them under another name, which then replaces the file."""
+        """Add a piece, and write all of them."""
         self.pieces[number] = piece
-        if self._path is None:
-            return
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
+        if self._path is not None:
+            with whole_file(self._path) as file:
                 torch.save({"key": self._key, "pieces": self.pieces}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self._path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def fingerprint(model: nn.Module, *settings: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from blockopt.analysis.plots.training import curvature_over_training
 from blockopt.analysis.report import hessian_report
 from blockopt.analysis.results import Result
 from blockopt.blocks import block_groups, block_sum, find_blocks
+from blockopt.files import write_whole
 from blockopt.measure.closures import Losses, trainable_parameters
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class HessianRecorder(Result):
             )
         earlier = [record for record in self.records if record["step"] < number]
         self.records = [*earlier, {"step": number, "loss": report.loss, "blocks": blocks}]
-        self._save()
+        if self._path is not None:
+            write_whole(self._path, self.to_json())
         return True
 
     def rows(self) -> list[dict[str, Any]]:
@@ -143,13 +144,3 @@ class HessianRecorder(Result):
             for number, square in zip(numbers[name].tolist(), sums.tolist()):
                 squares[groups[number]] += square
         return [squares[group] ** 0.5 for group in report.blocks]
-
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(self.to_json(), encoding="utf-8")
-            part.replace(self._path)
-        finally:
-            part.unlink(missing_ok=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
-import io
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +21,7 @@ from blockopt.analysis.model_report import HessianReport
 from blockopt.blocks import Blocks
 from blockopt.cli.configs import import_transformers
 from blockopt.cli.local_model import Corpus, LocalModel
+from blockopt.files import whole_file, write_whole
 
 MOST_BLOCKS = 100  # whose pairs are in report.json; a thousand blocks have a million pairs
 
@@ -61,13 +60,12 @@ def write_report(
     described, kept = plain(record), report
     if len(report.blocks) > MOST_BLOCKS:
         pairs, kept = _pairs_apart(report)
-        saved = io.BytesIO()
-        torch.save(pairs, saved)
         paths.append(folder / "pairs.pt")
-        _write(paths[-1], saved.getvalue())
+        with whole_file(paths[-1]) as saved:
+            torch.save(pairs, saved)
         described["pairs"] = paths[-1].name
     text = json.dumps({**described, "report": kept.to_dict()}, allow_nan=False)
-    _write(paths[0], f"{text}\n".encode())
+    write_whole(paths[0], f"{text}\n")
     rows = report.rows()
     columns = max(rows, key=len)  # small blocks have fewer tops
     with paths[1].open("w", newline="", encoding="utf-8") as file:
@@ -82,7 +80,7 @@ def write_report(
         plots = pictures(report, f"{record['model']}, {record['weights']}")
         files = {**plots, "report.html": page(report, record, model, blocks, plots).encode()}
         for name, content in files.items():
-            _write(folder / name, content)
+            write_whole(folder / name, content)
             paths.append(folder / name)
     (folder / "partial.pt").unlink(missing_ok=True)
     return paths
@@ -102,10 +100,3 @@ def _pairs_apart(report: HessianReport) -> tuple[dict[str, Tensor | list[str]], 
         pairs[f"distances on a {axis} axis"] = found.matrix.float()
         distance[axis] = replace(found, labels=(), matrix=none)
     return pairs, replace(report, mass=mass, distance=distance)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file under another name first: who reads it sees all of it, or what was before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    part.replace(path)

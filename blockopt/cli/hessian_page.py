@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import blockopt
 from blockopt.analysis.model_report import HessianReport, place
-from blockopt.analysis.plots import role_color
+from blockopt.analysis.plots.axes import new_figure, role_color
 from blockopt.analysis.results import html_table
 from blockopt.blocks import BlockGroup, Blocks, Level, block_groups
 
@@ -280,9 +280,7 @@ def _trust(report: HessianReport, record: Mapping[str, Any]) -> str:
 
 
 def _scales_figure(scales: Mapping[str, float]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(scales)), layout="constrained")
+    figure = new_figure((6.4, 0.8 + 0.3 * len(scales)))
     ax, order = figure.subplots(), sorted(scales, key=scales.__getitem__)
     for number, role in enumerate(order):
         ax.plot([1, scales[role]], [number, number], color=role_color(role, 7), linewidth=5)

@@ -22,8 +22,9 @@ import torch
 from filelock import FileLock, Timeout
 
 from blockopt.checks import check_count
+from blockopt.files import whole_file, write_whole
 from recipes.common.errors import UserError
-from recipes.common.files import sha256, whole_file, write_whole
+from recipes.common.files import sha256
 
 
 class CheckpointError(UserError, RuntimeError):

@@ -110,15 +110,12 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     return Estimate(mean, error, mean, mean, count).at(confidence)
 
 
-def paired_difference(
-    values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
-) -> Estimate:
+def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
     """Estimate `values - baseline` seed by seed, so that what a seed does to both cancels.
 
     Args:
         values: `{seed: loss}`.
         baseline: The same for the baseline.
-        confidence: Confidence of the interval.
 
     Raises:
         ValueError: If the seeds differ.
@@ -133,7 +130,7 @@ def paired_difference(
         )
     if not all(map(math.isfinite, baseline.values())):  # there is nothing to compare with
         return Estimate(math.nan, math.nan, math.nan, math.nan, len(values))
-    return estimate([values[seed] - baseline[seed] for seed in values], confidence)
+    return estimate([values[seed] - baseline[seed] for seed in values])
 
 
 def verdict(difference: Estimate) -> str:

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common.files import write_whole
+from blockopt.files import write_whole
 from recipes.comparison.plots import DARK, LIGHT, plots
 from recipes.comparison.rows import Comparison, Row
 from recipes.comparison.run_loop import CLIP, WARMUP

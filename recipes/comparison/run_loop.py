@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from blockopt.curvature import ESTIMATORS
+from blockopt.files import whole_file
 from recipes.common.checkpoints import CheckpointError, Checkpoints
 from recipes.common.errors import UsageError
-from recipes.common.files import whole_file
 from recipes.common.schedules import schedule
 from recipes.common.training import Batch, Training, token_loss
 from recipes.comparison.arms import ARMS, build

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blockopt.files import write_whole
 from recipes.common.errors import UsageError
-from recipes.common.files import write_whole
 from recipes.common.provenance import code_hash, git_commit, machine, versions
 from recipes.comparison.run_config import RunConfig
 from recipes.comparison.run_loop import train

@@ -18,7 +18,7 @@ VERDICTS = {
 }
 
 
-def number(value: float, digits: int = 3) -> str:
+def number(value: float) -> str:
     """Return a number for a table; infinite ones come from diverged runs.
 
     Example:
@@ -27,7 +27,7 @@ def number(value: float, digits: int = 3) -> str:
     """
     if math.isnan(value):
         return "–"
-    return "diverged" if math.isinf(value) else f"{value:.{digits}f}"
+    return "diverged" if math.isinf(value) else f"{value:.3f}"
 
 
 def with_error(value: Estimate) -> str:

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blockopt.files import write_whole
 from recipes.common.errors import (
     MissingFileError,
     MissingPackageError,
     OfflineError,
     UsageError,
 )
-from recipes.common.files import sha256, write_whole
+from recipes.common.files import sha256
 
 POSSIBLE = (
     "Possible are: 'stdlib' (the source of Python's standard library), 'addition' or "

@@ -19,7 +19,15 @@ from blockopt.analysis.operators.model_operators import HessianOperator
 from blockopt.analysis.plots import distance_heatmap, spectral_densities
 from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
 from blockopt.analysis.spectral.heterogeneity import Axis, jensen_shannon
-from recipes.paper_figures.models import Layer, causal, normal, synthetic_images
+from recipes.paper_figures.models import (
+    Layer,
+    accuracy,
+    causal,
+    normal,
+    synthetic_images,
+    train,
+    weights_of,
+)
 from recipes.paper_figures.outcome import Outcome, Run, mean_check, panels, sign_check
 
 PIXELS, TOKENS, PATCH, CLASSES = 144, 9, 16, 10
@@ -31,13 +39,13 @@ WHENS = ("at initialisation", "after training")
 class PatchGPT(nn.Module):
     """Pre-norm blocks with causal attention, which read an image patch by patch."""
 
-    def __init__(self, width: int, depth: int = 2, seed: int = 0) -> None:
+    def __init__(self, width: int, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.patches = normal(generator, PATCH, width, width=PATCH)
         self.positions = normal(generator, TOKENS, width, width=width)
         self.layers = nn.ModuleList(
-            Layer(width, 4 * width, "pre", True, generator) for _ in range(depth)
+            Layer(width, 4 * width, "pre", True, generator) for _ in range(2)
         )
         self.head = normal(generator, width, CLASSES, width=width)
 
@@ -106,26 +114,16 @@ class Studied:
         number, self.model = 32 * run.effort.samples, model
         self._lanczos_steps, self._batch = 5 * run.effort.probes, 2 * run.effort.samples
         self.images, self.labels = synthetic_images(number, pixel=1.0, seed=seed)
-        self.states = {WHENS[0]: self._weights()}
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(run.effort.steps):
-            rows = torch.randint(number, (128,), generator=generator)
-            optimizer.zero_grad()
-            F.cross_entropy(model(self.images[rows]), self.labels[rows]).backward()
-            optimizer.step()
-        self.states[WHENS[1]] = self._weights()
+        self.states = {WHENS[0]: weights_of(model)}
+        train(model, self.loss, number, run.effort.steps, seed)
+        self.states[WHENS[1]] = weights_of(model)
         unseen, labels = synthetic_images(number, pixel=1.0, seed=seed + 1000)
-        with torch.no_grad():
-            self.accuracy = float((model(unseen).argmax(-1) == labels).double().mean())
+        self.accuracy = accuracy(model, unseen, labels)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def loss(self) -> Tensor:
-        """Return the loss on one batch, of 128 images in full."""
-        images, labels = self.images[: self._batch], self.labels[: self._batch]
-        return F.cross_entropy(self.model(images), labels)
+    def loss(self, rows: Tensor | None = None) -> Tensor:
+        """Return the loss on some images, by default on one batch, of 128 images in full."""
+        chosen = slice(self._batch) if rows is None else rows
+        return F.cross_entropy(self.model(self.images[chosen]), self.labels[chosen])
 
     def blocks(self, when: str) -> dict[str, Tensor]:
         """Return all eigenvalues of the Hessian of each matrix or kernel."""

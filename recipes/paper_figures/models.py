@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import torch
@@ -193,33 +193,59 @@ class PatchTransformer(nn.Module):
         return x.mean(1) @ self.head + self.head_bias
 
 
-def synthetic_images(
-    number: int,
-    *,
-    classes: int = 10,
-    side: int = 12,
-    noise: float = 1.0,
-    pixel: float = 0.31,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Return images, as patches of 4 x 4 (number, tokens, 16), and their classes (number,).
+def synthetic_images(number: int, *, pixel: float = 0.31, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return images of 12 x 12, as patches of 4 x 4 (number, 9, 16), and their classes (number,).
 
-    Each class has a smooth pattern, the same for all seeds, which is shifted at random and gets
-    noise. Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST, 0.31.
+    Each of the 10 classes has a smooth pattern, the same for all seeds, which is shifted at random
+    and gets noise. Pixels have mean 0 and the standard deviation `pixel`, by default that of MNIST.
     """
     drawn = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    shapes = torch.randn(classes, 1, side // 2, side // 2, **drawn)
     smooth = {"mode": "bilinear", "align_corners": False}
-    patterns = F.interpolate(shapes, size=(side, side), **smooth).squeeze(1)
+    patterns = F.interpolate(torch.randn(10, 1, 6, 6, **drawn), size=(12, 12), **smooth).squeeze(1)
     generator = torch.Generator().manual_seed(seed + 1)
-    labels = torch.randint(classes, (number,), generator=generator)
+    labels = torch.randint(10, (number,), generator=generator)
     shifts = torch.randint(-1, 2, (number, 2), generator=generator).tolist()
     pairs = zip(labels.tolist(), shifts)
     images = torch.stack([patterns[label].roll(shift, (0, 1)) for label, shift in pairs])
-    images = images + noise * torch.randn(images.shape, generator=generator, dtype=torch.float64)
+    images = images + torch.randn(images.shape, generator=generator, dtype=torch.float64)
     images = pixel * (images - images.mean()) / images.std()
     patches = images.unfold(1, 4, 4).unfold(2, 4, 4)  # (B, 3, 3, 4, 4)
     return patches.flatten(3).flatten(1, 2), labels
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[Tensor], Tensor],
+    images: int,
+    steps: int,
+    seed: int,
+    record: Collection[int] = (),
+) -> dict[int, dict[str, Tensor]]:
+    """Train with Adam on the loss of 128 random images per step, given by their numbers.
+
+    Returns:
+        The weights after the steps to record.
+    """
+    optimizer, recorded = torch.optim.Adam(model.parameters(), lr=3e-3), {}
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss(torch.randint(images, (128,), generator=generator)).backward()
+        optimizer.step()
+        if step in record:
+            recorded[step] = weights_of(model)
+    return recorded
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the share of images whose class the model tells."""
+    return float((model(images).argmax(-1) == labels).double().mean())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

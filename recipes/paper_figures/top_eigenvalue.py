@@ -20,7 +20,7 @@ from blockopt.analysis.operators.model_operators import GaussNewtonOperator, Hes
 from blockopt.analysis.plots import OTHER_COLORS
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
 from recipes.paper_figures.hessians import scalar_model
-from recipes.paper_figures.models import PatchTransformer, synthetic_images
+from recipes.paper_figures.models import PatchTransformer, synthetic_images, train
 from recipes.paper_figures.outcome import Check, Outcome, Run, panels, sign_check
 
 CLASSES = 10
@@ -103,12 +103,7 @@ def vision_pair(run: Run, seed: int, squared: bool) -> list[tuple[float, float]]
 
         batch = torch.arange(min(128, len(images)))
         of_model = [missed(model, lambda: loss(batch))]  # noqa: B023 (called at once)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(run.effort.steps):
-            optimizer.zero_grad()
-            loss(torch.randint(len(images), (128,), generator=generator)).backward()
-            optimizer.step()
+        train(model, loss, len(images), run.effort.steps, seed)
         of_model.append(missed(model, lambda: loss(batch)))  # noqa: B023
         found.append(of_model)
     return list(zip(*found))

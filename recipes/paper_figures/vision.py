@@ -22,7 +22,13 @@ from blockopt.analysis.plots import (
 )
 from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
-from recipes.paper_figures.models import PatchTransformer, synthetic_images
+from recipes.paper_figures.models import (
+    PatchTransformer,
+    accuracy,
+    synthetic_images,
+    train,
+    weights_of,
+)
 from recipes.paper_figures.outcome import Check, Outcome, Run, mean_check, panels, sign_check
 
 ATTENTION = ("query", "key", "value", "output")
@@ -42,33 +48,28 @@ class Trained:
         self.images, self.labels = synthetic_images(number, pixel=pixel, seed=seed)
         self.unseen, self.unseen_labels = synthetic_images(number, pixel=pixel, seed=seed + 1000)
         self.model = PatchTransformer(16, self.images.shape[1], run.effort.small, 10, seed=seed)
-        self.before = self._weights()
+        self.before = weights_of(self.model)
         self.recorded = {0: self.before}
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(seed)
-        for step in range(1, run.effort.steps + 1):
-            rows = torch.randint(number, (128,), generator=generator)
-            optimizer.zero_grad()
-            F.cross_entropy(self.model(self.images[rows]), self.labels[rows]).backward()
-            optimizer.step()
-            if step in record:
-                self.recorded[step] = self._weights()
-        self.after = self._weights()
-        with torch.no_grad():
-            right = self.model(self.unseen).argmax(-1) == self.unseen_labels
-            self.accuracy = float(right.double().mean())
+        self.recorded |= train(self.model, self.loss, number, run.effort.steps, seed, record)
+        self.after = weights_of(self.model)
+        self.accuracy = accuracy(self.model, self.unseen, self.unseen_labels)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def loss(self) -> Tensor:
-        """Return the loss on one batch of 128 images."""
-        return F.cross_entropy(self.model(self.images[:128]), self.labels[:128])
+    def loss(self, rows: Tensor | None = None) -> Tensor:
+        """Return the loss on some images, by default on one batch of 128."""
+        chosen = slice(128) if rows is None else rows
+        return F.cross_entropy(self.model(self.images[chosen]), self.labels[chosen])
 
     def hessian(self, roles: Sequence[str]) -> Tensor:
         """Return the dense Hessian of some weights of the layer."""
         names = [f"layer.{role}" for role in roles]
         return dense(HessianOperator(self.model, self.loss, names=names, check_deterministic=False))
+
+
+def accuracy_check(accuracies: list[float]) -> Check:
+    """Return the check that training has worked."""
+    predicted = "over 0.5, as the paper trains to"
+    found = mean_check("accuracy on other images", predicted, accuracies, low=0.5)
+    return replace(found, ours=True)
 
 
 def figure_gap_heatmap(run: Run) -> Outcome:
@@ -106,9 +107,7 @@ def figure_gap_heatmap(run: Run) -> Outcome:
         what = f"pixels of deviation {scale}, {when}"
         what += ": decades from the larger of query, key to value, mean |entry|"
         checks.append(sign_check(what, "> 0: value-value is largest", values, 1))
-    predicted = "over 0.5, as the paper trains to"
-    accuracy = mean_check("accuracy on other images", predicted, accuracies, low=0.5)
-    checks.append(replace(accuracy, ours=True))
+    checks.append(accuracy_check(accuracies))
     model = f"d = {run.effort.small}, 9 patches, 10 classes"
     setting = f"{model}, {run.effort.steps} steps, 128 images, {number} repeats"
     return Outcome("Heat maps of a post-norm block", setting, checks, figure)

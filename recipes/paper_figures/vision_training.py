@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from blockopt.analysis.operators.model_operators import HessianOperator
 from blockopt.analysis.plots import role_color
 from recipes.paper_figures.models import PatchTransformer
 from recipes.paper_figures.outcome import Check, Outcome, Run, mean_check, panels, sign_check
-from recipes.paper_figures.vision import Trained
+from recipes.paper_figures.vision import Trained, accuracy_check
 
 PARAMETERS = ("query", "key", "value", "mlp_in", "mlp_out")  # those of the paper's block
 COLUMNS = 64  # of each block, drawn at random, whose entries stand for all
@@ -84,9 +83,7 @@ def figure_entries(run: Run) -> Outcome:
         grown = (decades[:, -1, index] - decades[:, 0, index]).tolist()
         what = f"{role}: decades that mean |entry| grows from step 0 to {at[-1]}"
         checks.append(sign_check(what, "> 0: entries grow in all blocks", grown, 1))
-    predicted = "over 0.5, as the paper trains to"
-    accuracy = mean_check("accuracy on other images", predicted, accuracies, low=0.5)
-    checks.append(replace(accuracy, ours=True))
+    checks.append(accuracy_check(accuracies))
     setting = f"d = {run.effort.small}, {last} steps, 128 images, {number} repeats"
     return Outcome("Entries of Hessian blocks over training", setting, checks, figure)
 

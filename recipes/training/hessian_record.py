@@ -12,8 +12,8 @@ from blockopt.analysis import Probes, hessian_report
 from blockopt.analysis.model_report import HessianReport
 from blockopt.analysis.recorder import HessianRecorder
 from blockopt.blocks import find_blocks
+from blockopt.files import whole_file
 from blockopt.measure.closures import Losses
-from recipes.common.files import whole_file
 from recipes.common.training import token_loss
 
 ROLES = {"query", "key", "value", "output", "mlp_in", "mlp_gate", "mlp_out"}

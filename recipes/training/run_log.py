@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blockopt.files import write_whole
 from recipes.common.errors import DiskError
-from recipes.common.files import write_whole
 from recipes.common.provenance import git_commit, versions
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")

@@ -17,8 +17,9 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from blockopt.files import write_whole
 from recipes.common.checkpoints import CheckpointError
-from recipes.common.files import sha256, write_whole
+from recipes.common.files import sha256
 from recipes.training.processes import by_rank_0
 from recipes.training.run_folder import check_settings
 

@@ -130,8 +130,8 @@ def attention_bounds(
     for row, column in _pairs(ATTENTION):
         outer = c * attention.first[row] * attention.first[column]
         functional = gradient * attention.second(row, column)
-        bound = {"outer": outer, "functional": functional, "full": outer + functional}[part]
-        bounds.append(Bound(row, column, bound, _norm(hessian.block(row, column, part))))
+        parts = {"outer": outer, "functional": functional, "full": outer + functional}
+        bounds.append(Bound(row, column, parts[part], _norm(hessian.block(row, column, part))))
     return bounds
 
 
@@ -189,8 +189,8 @@ def transformer_bounds(
         product = summed.first[row] * summed.first[column]
         outer = 2 / X.numel() * J_Z**2 * product
         functional = gradient * (J_Z * summed.second(row, column) + h_Z * product)
-        bound = {"outer": outer, "functional": functional, "full": outer + functional}[part]
-        bounds.append(Bound(row, column, bound, _norm(hessian.block(row, column, part))))
+        parts = {"outer": outer, "functional": functional, "full": outer + functional}
+        bounds.append(Bound(row, column, parts[part], _norm(hessian.block(row, column, part))))
     return bounds
 
 

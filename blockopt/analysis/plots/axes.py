@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Label = TypeVar("Label", bound=Hashable)
 COLORS = {
@@ -54,11 +55,15 @@ def matplotlib_module(name: str) -> Any:
         raise ImportError("Plots need matplotlib: pip install 'blockopt[recipes]'.") from error
 
 
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Return a figure that no global list of figures holds."""
+    figure: Figure = matplotlib_module("figure").Figure(figsize=size, layout="constrained")
+    return figure
+
+
 def new_axis(ax: Axes | None, size: tuple[float, float]) -> Any:
-    """Return the axis, or that of a new figure, which no global list of figures holds."""
-    if ax is not None:
-        return ax
-    return matplotlib_module("figure").Figure(figsize=size, layout="constrained").subplots()
+    """Return the axis, or that of a new figure."""
+    return new_figure(size).subplots() if ax is None else ax
 
 
 def finished(ax: Axes, title: str, x: str, y: str, fontsize: int = 8) -> Axes:

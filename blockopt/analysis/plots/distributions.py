@@ -30,19 +30,16 @@ if TYPE_CHECKING:
 def entry_histograms(
     entries: Mapping[Label, Tensor],
     *,
-    bins: int = 60,
-    decades: float = 10.0,
     title: str = "Absolute entries of Hessian blocks",
     ax: Axes | None = None,
 ) -> Axes:
     """Draw histograms of absolute entries on one logarithmic axis, with a line at each median.
 
+    The axis has 60 bins over at most 10 decades; what is smaller is counted in the first bin.
+
     Args:
         entries: `{label: entries of a block}`, of any shape. Zeros have no place on the axis; the
             legend gives their share.
-        bins: The number of bins, of equal width in the logarithm.
-        decades: How far below the largest entry the axis goes; what is smaller is counted in the
-            first bin.
         title: The title of the axis.
         ax: Where to draw; a new figure by default.
     """
@@ -52,8 +49,8 @@ def entry_histograms(
         raise ValueError("Invalid entries: must be finite, and some must be other than 0.")
     high = math.log10(largest)
     smallest = min(float(v[v > 0].min()) for v in values.values() if bool((v > 0).any()))
-    low = min(max(math.log10(smallest), high - decades), high - 0.1)
-    edges = torch.logspace(low, high, bins + 1, dtype=torch.float64)
+    low = min(max(math.log10(smallest), high - 10), high - 0.1)
+    edges = torch.logspace(low, high, 61, dtype=torch.float64)
     ax = new_axis(ax, (6.4, 3.6))
     seen: list[str] = []
     for number, (label, v) in enumerate(values.items()):
@@ -65,15 +62,10 @@ def entry_histograms(
         style = LINE_STYLES[seen.count(color) % 4]
         seen.append(color)
         weights = torch.ones_like(present) / max(1, len(present))
-        options: dict[str, Any] = {
-            "bins": edges.tolist(),
-            "weights": weights.tolist(),
-            "color": color,
-        }
-        ax.hist(present.tolist(), histtype="stepfilled", alpha=0.18, linestyle="-", **options)
-        ax.hist(
-            present.tolist(), histtype="step", linewidth=1.4, linestyle=style, label=name, **options
-        )
+        options: dict[str, Any] = {"bins": edges.tolist(), "weights": weights.tolist()}
+        options |= {"x": present.tolist(), "color": color}
+        ax.hist(**options, histtype="stepfilled", alpha=0.18, linestyle="-")
+        ax.hist(**options, histtype="step", linewidth=1.4, linestyle=style, label=name)
         ax.axvline(median, color=color, linewidth=0.9, linestyle=style)
     ax.set_xscale("log")
     return finished(ax, title, "|entry|", "share of entries")

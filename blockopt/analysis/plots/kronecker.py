@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blockopt.analysis.kronecker.fit import KroneckerFit
-from blockopt.analysis.plots.axes import matplotlib_module, role_color
+from blockopt.analysis.plots.axes import new_figure, role_color
 from blockopt.blocks import BlockGroup
 
 if TYPE_CHECKING:
@@ -15,19 +15,15 @@ if TYPE_CHECKING:
 LOOKS = {"KFAC": ("o", -0.22), "EKFAC": ("s", 0.0), "nearest product": ("|", 0.22)}
 
 
-def kronecker_figure(
-    blocks: Mapping[BlockGroup, KroneckerFit], top: int, *, title: str = ""
-) -> Figure:
+def kronecker_figure(blocks: Mapping[BlockGroup, KroneckerFit], top: int) -> Figure:
     """Draw the errors of all blocks by role, and how far the top eigenspaces agree.
 
     Args:
         blocks: The fit of each block.
         top: The number of eigenvectors of an overlap.
-        title: What to write above.
     """
     roles = list(dict.fromkeys(group.role for group in blocks))
-    size = (10.5, 1.6 + 0.55 * len(roles))
-    figure: Figure = matplotlib_module("figure").Figure(figsize=size, layout="constrained")
+    figure = new_figure((10.5, 1.6 + 0.55 * len(roles)))
     left, right = figure.subplots(1, 2, sharey=True)
     for group, fit in blocks.items():
         errors = {"KFAC": fit.kfac.error, "EKFAC": fit.ekfac.error}
@@ -52,5 +48,4 @@ def kronecker_figure(
     right.set_title("Share of the top eigenspace of G in that of K", fontsize=10)
     for ax in (left, right):
         ax.grid(axis="x", alpha=0.4)
-    figure.suptitle(title, fontsize=11)
     return figure

@@ -32,13 +32,8 @@ def loss_difference_bars(
     ax = new_axis(ax, (1.5 + 0.75 * len(labels), 3.6))
     for number, (name, alone, jointly, color, hatch) in enumerate(columns):
         places = [place + 0.27 * (number - 1) for place in range(len(labels))]
-        look: dict[str, Any] = {
-            "color": color,
-            "hatch": hatch,
-            "edgecolor": "white",
-            "linewidth": 0.4,
-        }
-        ax.bar(places, [*alone.tolist(), jointly], 0.25, label=name, **look)
+        look: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": "white"}
+        ax.bar(places, [*alone.tolist(), jointly], 0.25, label=name, linewidth=0.4, **look)
     ax.axhline(0, color="black", linewidth=0.6)
     ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
     return finished(ax, title, "", "difference of the loss")

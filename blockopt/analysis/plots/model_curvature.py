@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.block_report import BlockReport
-from blockopt.analysis.plots.axes import matplotlib_module, role_color
+from blockopt.analysis.plots.axes import new_figure, role_color
 from blockopt.analysis.plots.distributions import spectral_densities
 from blockopt.analysis.plots.heatmaps import block_mass_heatmap, head_heatmap
 from blockopt.analysis.spectral.block_mass import BlockMass
@@ -52,7 +52,7 @@ def heads_figure(blocks: Mapping[BlockGroup, BlockReport], *, title: str = "") -
     layers = len({group.layer for found in heads.values() for group in found})
     most = max(len(found) for found in heads.values()) / max(1, layers)
     size = (1.0 + len(heads) * (2.0 + 0.16 * most), 0.6 + len(rows) * (1.2 + 0.2 * layers))
-    figure: Figure = matplotlib_module("figure").Figure(figsize=size, layout="constrained")
+    figure = new_figure(size)
     axes = figure.subplots(len(rows), len(heads), squeeze=False)
     for line, (name, (values, limits)) in zip(axes, rows.items()):
         for ax, (role, found) in zip(line, values.items()):
@@ -92,7 +92,7 @@ def spectra_figure(
     exact = all(block.exact for block in blocks.values())
     threshold = (1e-6 if exact else 1e-4) * (largest or 1.0)
     size = (8, 1.4 + 0.85 * len(spectra))
-    figure: Figure = matplotlib_module("figure").Figure(figsize=size, layout="constrained")
+    figure = new_figure(size)
     axes = figure.subplots(len(spectra), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (label, spectrum) in zip(axes, spectra.items()):
         spectral_densities({label: spectrum}, threshold=threshold, title="", ax=axis)
@@ -137,7 +137,7 @@ def blocks_figure(
     named = len(norms) <= MOST_LABELS
     height = max(2 + 0.6 * len(shares), 1 + 0.16 * len(norms) if named else 6.0)
     size = (6.5 + 0.8 * len(shares), height)
-    figure: Figure = matplotlib_module("figure").Figure(figsize=size, layout="constrained")
+    figure = new_figure(size)
     left, *right = figure.subplots(
         1,
         2 if groups else 1,

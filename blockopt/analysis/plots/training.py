@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockopt.analysis.plots.axes import matplotlib_module, role_color, symmetric_log_scale
+from blockopt.analysis.plots.axes import (
+    matplotlib_module,
+    new_figure,
+    role_color,
+    symmetric_log_scale,
+)
 from blockopt.analysis.spectral.density import SpectralDensity
 
 if TYPE_CHECKING:
@@ -51,9 +56,7 @@ def curvature_over_training(records: Sequence[Record]) -> Figure:
     present = {b["role"] for b in records[0]["blocks"] if b["head"] is not None}
     roles = [role for role in HEAD_ROLES if role in present]
     rows = 1 + 2 * bool(roles)
-    figure: Figure = matplotlib_module("figure").Figure(
-        figsize=(15, 0.6 + 3.3 * rows), layout="constrained"
-    )
+    figure = new_figure((15, 0.6 + 3.3 * rows))
     axes = figure.subplots(rows, 4, squeeze=False)
     for ax, (name, of) in zip(axes[0], QUANTITIES.items()):
         _by_role(ax, records, name, of)
@@ -104,7 +107,8 @@ def _spectra(ax: Any, records: Sequence[Record], role: str) -> None:
             continue
         nodes = torch.tensor([x for b in blocks for x in b["nodes"]], dtype=torch.float64)
         weights = torch.tensor([x for b in blocks for x in b["weights"]], dtype=torch.float64)
-        spectrum = SpectralDensity(*_sorted(nodes, weights / len(blocks))).on_log_axis(threshold)
+        ordered, order = nodes.sort()
+        spectrum = SpectralDensity(ordered, weights[order] / len(blocks)).on_log_axis(threshold)
         low, high = float(spectrum.nodes[0]) - 0.4, float(spectrum.nodes[-1]) + 0.4
         grid = torch.linspace(low, high, 600, dtype=torch.float64)
         eigenvalues = grid.sign() * threshold * (10 ** grid.abs() - 1)
@@ -159,11 +163,6 @@ def _threshold(records: Sequence[Record], role: str) -> float:
         abs(x) for r in records for b in r["blocks"] if b["role"] == role for x in b["nodes"] or ()
     ]
     return 1e-4 * (max(nodes, default=0.0) or 1.0)
-
-
-def _sorted(nodes: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    ordered, order = nodes.sort()
-    return ordered, weights[order]
 
 
 def _step_axis(ax: Any, steps: list[int]) -> None:

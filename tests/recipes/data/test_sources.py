@@ -40,20 +40,6 @@ def test_the_checksum_of_a_file(size, tmp_path):
     assert recipes.common.files.sha256(tmp_path / "file") == hashlib.sha256(text).hexdigest()
 
 
-def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    recipes.common.files.write_whole(path, "first é")
-    assert path.read_text(encoding="utf-8") == "first é"
-
-    def full(_):
-        raise OSError("full")
-
-    monkeypatch.setattr(recipes.common.files.os, "fsync", full)
-    with pytest.raises(OSError, match="full"):
-        recipes.common.files.write_whole(path, "second")
-    assert path.read_text(encoding="utf-8") == "first é"
-
-
 # --- names
 
 
