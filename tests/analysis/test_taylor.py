@@ -10,7 +10,13 @@ from torch import nn
 from blockopt import find_blocks
 from blockopt.analysis.taylor import loss_difference, sample_bound, sample_differences, sample_rate
 from blockopt.blocks import BlockGroup, block_groups
-from tests.helpers.dense_hessians import build, hessian, language_loss, trainable
+from tests.helpers.dense_hessians import (
+    build,
+    hessian,
+    language_loss,
+    random_update,
+    trainable,
+)
 from tests.helpers.models import block_index
 from tests.helpers.optimizers import tiny_gpt, token_loss
 
@@ -18,14 +24,6 @@ from tests.helpers.optimizers import tiny_gpt, token_loss
 @pytest.fixture
 def model():
     return build(layers=1, heads=2, top=nn.LayerNorm(6))
-
-
-def random_update(model, size=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        for n, p in trainable(model).items()
-    }
 
 
 def group_directions(model, update, by):

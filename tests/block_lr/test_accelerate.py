@@ -1,18 +1,13 @@
 """BlockLR under accelerate: wrapped optimizers, gradient accumulation, checkpoints."""
 
 import pytest
-import torch
 from accelerate import Accelerator
 
-import blockopt
 from blockopt.block_lr import BlockLR
+from tests.helpers.block_lr import BUILD
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
 
 OPTIONS = {"curvature": "secant", "every": 2, "beta": 0.5}
-BUILD = {
-    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
-}
 
 
 @pytest.mark.parametrize("kind", BUILD)

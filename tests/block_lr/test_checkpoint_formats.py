@@ -1,7 +1,6 @@
 """Checkpoints that know nothing of BlockLR carry its state: DCP in both of its forms."""
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -9,14 +8,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-import blockopt
 from blockopt.block_lr import BlockLR
+from tests.helpers.block_lr import BUILD
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
-
-BUILD = {
-    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
-}
 
 
 def build(kind, seed=0):

@@ -13,6 +13,7 @@ import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
 from blockopt.blocks.split import block_numel
+from tests.helpers.block_lr import BUILD
 from tests.helpers.models import FAMILIES, timm_vision_transformer
 from tests.helpers.optimizers import (
     assert_same_weights,
@@ -217,15 +218,10 @@ def rates_of_a_run(scheduler_name, build, with_block_lr):
     return rates, seen
 
 
-@pytest.mark.parametrize("optimizer_name", ["block", "torch"])
+@pytest.mark.parametrize("optimizer_name", BUILD)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
 def test_every_schedule_goes_its_own_way(scheduler_name, optimizer_name):
-    build = {
-        "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-        "torch": lambda model: torch.optim.AdamW(
-            blockopt.param_groups(model, by="parameter"), lr=1e-2
-        ),
-    }[optimizer_name]
+    build = BUILD[optimizer_name]
     expected, plain = rates_of_a_run(scheduler_name, build, with_block_lr=False)
     rates, scaled = rates_of_a_run(scheduler_name, build, with_block_lr=True)
     assert rates == expected
@@ -280,9 +276,8 @@ def test_a_step_that_raised_does_not_leave_its_learning_rate_in_a_checkpoint():
     assert block_lr.num_steps == 1
 
 
-def test_a_step_that_raised_does_not_multiply_twice():
-    model = tiny_gpt()
-    optimizer, _ = raised(model)
+def assert_scaled_once(model, optimizer):
+    """The next step sees 0.1 times the mean scale of each group."""
     seen = []
     optimizer.register_step_pre_hook(
         lambda *_: seen.append([group["lr"] for group in optimizer.param_groups])
@@ -291,6 +286,12 @@ def test_a_step_that_raised_does_not_multiply_twice():
     assert seen[0] == pytest.approx(
         [0.1 * mean for mean in group_means(model, optimizer.param_groups)]
     )
+
+
+def test_a_step_that_raised_does_not_multiply_twice():
+    model = tiny_gpt()
+    optimizer, _ = raised(model)
+    assert_scaled_once(model, optimizer)
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
 
 
@@ -316,14 +317,7 @@ def test_a_second_one_does_not_multiply_on_top_of_the_first():
         block_lr = BlockLR(optimizer, model, beta=0.0, curvature=by_role(model), **ROOT_RULE)
         take_step(model, optimizer)
         block_lr.step()
-    seen = []
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append([group["lr"] for group in optimizer.param_groups])
-    )
-    take_step(model, optimizer)
-    assert seen[0] == pytest.approx(
-        [0.1 * mean for mean in group_means(model, optimizer.param_groups)]
-    )
+    assert_scaled_once(model, optimizer)
 
 
 def test_a_group_added_later_is_scaled_from_the_next_refresh_on():

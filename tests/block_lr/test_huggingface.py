@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import blockopt
 from blockopt.block_lr.scales import block_scales
 from blockopt.huggingface import BlockLRCallback, trainer_optimizer
+from tests.helpers.block_lr import BUILD
 from tests.helpers.models import SDPA
 
 pytestmark = pytest.mark.filterwarnings(
@@ -57,12 +58,6 @@ def gpt2(dropout=0.1):
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, **SDPA))
-
-
-BUILD = {
-    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
-}
 
 
 def trainer(path, callback=None, kind="block", dataset=None, **options):

@@ -13,13 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
+from tests.helpers.block_lr import BUILD
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
 from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, shard, whole
 
-BUILD = {
-    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
-    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
-}
 STEPS = 3
 
 

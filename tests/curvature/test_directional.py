@@ -16,6 +16,7 @@ from tests.helpers.dense_hessians import (
     hessian,
     language_loss,
     means_by_block,
+    random_update,
     trainable,
 )
 from tests.helpers.models import block_index
@@ -25,14 +26,6 @@ from tests.helpers.optimizers import TINY, tiny_gpt
 @pytest.fixture
 def model():
     return build(layers=1, heads=2, top=nn.LayerNorm(6))
-
-
-def random_update(model, size=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        for n, p in trainable(model).items()
-    }
 
 
 def block_masks(model):

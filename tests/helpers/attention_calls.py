@@ -86,10 +86,6 @@ def family_model(family):
     return FAMILIES[family]().to(dtype)
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def mixed_values(call):
     return call.weights() @ call.value.repeat_interleave(
         call.query.shape[1] // call.value.shape[1], dim=1

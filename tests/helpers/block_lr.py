@@ -7,6 +7,12 @@ from blockopt.block_lr import BlockLR
 from blockopt.blocks.split import block_numel
 from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
 
+# Scales inside the step, and scales that multiply the learning rates of groups
+BUILD = {
+    "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
+    "torch": lambda model: torch.optim.AdamW(blockopt.param_groups(model, by="parameter"), lr=1e-2),
+}
+
 
 def attached(curvature="gauss_newton", optimizer="adamw", **options):
     model = tiny_gpt()

@@ -60,6 +60,14 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def random_update(model: nn.Module, size: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        n: size * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for n, p in trainable(model).items()
+    }
+
+
 def hessian_means(model: nn.Module, loss_of: Loss) -> dict[str, Tensor]:
     """tr(H_bb) / dim_b."""
     with sdpa_kernel(SDPBackend.MATH):

@@ -10,19 +10,16 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 def with_spectrum(values, seed=0):
     """A symmetric float64 matrix with these eigenvalues and random eigenvectors."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    noise = torch.randn(
-        len(values), len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-    vectors, _ = torch.linalg.qr(noise)
+    vectors, _ = torch.linalg.qr(normal(len(values), len(values), seed=seed))
     return (vectors * values) @ vectors.T
 
 
-def normal(n, seed=0):
-    return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def normal(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def random_symmetric(n, seed=0):
-    noise = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    noise = normal(n, n, seed=seed)
     return noise + noise.T
 
 

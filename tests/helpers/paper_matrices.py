@@ -8,6 +8,17 @@ from torch import Tensor
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
 
 
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def kron(*factors: Tensor) -> Tensor:
+    result = factors[0].contiguous()
+    for factor in factors[1:]:
+        result = torch.kron(result, factor.contiguous())
+    return result
+
+
 def softmax_jacobian(A: Tensor) -> Tensor:
     """Lemma B.1: `∂A/∂T`, (L², L²), block-diagonal with `diag(A_i) - A_i A_iᵀ`."""
     jacobian: Tensor = torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in A))

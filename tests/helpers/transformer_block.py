@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.matrices import normal as draw
+
 L, D, M = 3, 4, 5
 ACTS = {
     "relu": F.relu,
@@ -10,10 +12,6 @@ ACTS = {
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
     "silu": F.silu,
 }
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(a, b, tolerance=1e-10):

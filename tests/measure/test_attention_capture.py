@@ -18,9 +18,9 @@ from tests.helpers.attention_calls import (
     family_model,
     make_eager,
     mixed_values,
-    normal,
     seeded,
 )
+from tests.helpers.matrices import normal
 from tests.helpers.models import (
     BATCH,
     FAMILIES,

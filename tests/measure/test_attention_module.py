@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from blockopt.measure.attention_capture import capture_attention
-from tests.helpers.attention_calls import CALLS, HEADS, Attention, normal, seeded
+from tests.helpers.attention_calls import CALLS, HEADS, Attention, seeded
+from tests.helpers.matrices import normal
 from tests.helpers.models import BATCH, FAMILIES, LENGTH, WIDTH, loss_of
 
 

@@ -18,9 +18,9 @@ from tests.helpers.attention_calls import (
     assert_consistent,
     family_model,
     mixed_values,
-    normal,
     seeded,
 )
+from tests.helpers.matrices import normal
 from tests.helpers.models import BATCH, LENGTH, WIDTH, loss_of
 
 HOOKS = (

@@ -12,9 +12,9 @@ from tests.helpers.attention_calls import (
     eager,
     family_model,
     make_eager,
-    normal,
     seeded,
 )
+from tests.helpers.matrices import normal
 from tests.helpers.models import BATCH, LENGTH, WIDTH, loss_of, timm_vit
 
 

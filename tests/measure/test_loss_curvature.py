@@ -9,11 +9,7 @@ from torch import nn
 
 from blockopt.curvature import analytic, gauss_newton, hutchinson
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
+from tests.helpers.matrices import normal
 
 ROWS, IMAGE, ONE = normal(6, 4), normal(2, 4, 3), normal(4)
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])

@@ -28,19 +28,16 @@ from tests.helpers.attention_reference import (
 )
 from tests.helpers.paper_matrices import (
     commutation_matrix,
+    eye,
     first_data_term,
+    kron,
     second_data_term,
     softmax_hessian,
     softmax_jacobian,
     softmax_row_hessian,
 )
 
-kron = torch.kron
 SIZES = [(4, 3, 2, 0), (4, 3, 2, 1), (3, 2, 4, 2), (3, 2, 2, 3)]
-
-
-def eye(n):
-    return torch.eye(n, dtype=torch.float64)
 
 
 def vec_of_identity(n):
@@ -104,7 +101,7 @@ def test_theorem_3_1(causal):
     for p in papers(causal=causal):
         exact = blocks_of(autograd_outer(p.X3, p.weights, p.loss, mask=p.mask), p.weights)
         middle = p.Z1.T @ kron(eye(p.L), p.W_V @ p.W_V.T) @ p.Z1
-        left = kron(p.M1.T.contiguous(), p.W_V.T.contiguous()) @ p.Z1
+        left = kron(p.M1.T, p.W_V.T) @ p.Z1
         root = math.sqrt(p.dk)
         assert_close(p.c * kron(p.M1.T @ p.M1, eye(p.d)), exact("value", "value"))
         assert_close(p.c / p.dk * p.query_side.T @ middle @ p.query_side, exact("query", "query"))
@@ -120,7 +117,7 @@ def test_theorem_3_2(causal):
     for p in papers(causal=causal):
         exact = blocks_of(autograd_functional(p.X3, p.weights, p.loss, mask=p.mask), p.weights)
         root = math.sqrt(p.dk)
-        lifted = kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
+        lifted = kron(eye(p.L), kron(p.W_V.T, eye(p.d)))
         second = p.R(p.d**2) @ kron(lifted, eye(p.d)) @ p.Z2
         B = p.R(p.d) @ lifted @ kron(p.Z1, eye(p.d)) @ p.S
         assert float(exact("value", "value").abs().max()) < 1e-14
@@ -220,7 +217,7 @@ def test_second_derivatives_of_the_layer():
 
         exact = jacrev(jacrev(output))(flat(p.weights))
         root = math.sqrt(p.dk)
-        lifted = kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
+        lifted = kron(eye(p.L), kron(p.W_V.T, eye(p.d)))
 
         def phi(row, column):
             return exact[:, slices[row], slices[column]].flatten(0, 1)  # noqa: B023
@@ -280,7 +277,7 @@ def test_lemma_4_1_single_matrix_with_the_missing_factor():
         whole = autograd_hessian(p.X3, p.weights, p.loss)
         exact = blocks_of(whole, p.weights)("query_key", "query_key")
         U = p.Z1.T @ kron(eye(p.L), p.W_V @ p.W_V.T) @ p.Z1
-        U = U + kron(p.residual @ kron(eye(p.L), p.W_V.T.contiguous()), eye(p.d**2)) @ p.Z2
+        U = U + kron(p.residual @ kron(eye(p.L), p.W_V.T), eye(p.d**2)) @ p.Z2
         assert_close(p.c * U, exact)
         assert float((U - exact).abs().max()) > 1e-3 * float(exact.abs().max())  # as printed
 
@@ -289,14 +286,9 @@ def test_remark_d_1_with_the_missing_factor_and_the_right_order():
     for p in papers():
         hessian = SelfAttentionHessian(p.X, p.W_Q, p.W_K, p.W_V, p.Y)
         U = p.Z1.T @ kron(eye(p.L), p.W_V @ p.W_V.T) @ p.Z1
-        U = U + kron(p.residual @ kron(eye(p.L), p.W_V.T.contiguous()), eye(p.d**2)) @ p.Z2
+        U = U + kron(p.residual @ kron(eye(p.L), p.W_V.T), eye(p.d**2)) @ p.Z2
         V = torch.cat([p.query_side, p.key_side], 1)
-        B = (
-            p.R(p.d)
-            @ kron(eye(p.L), kron(p.W_V.T.contiguous(), eye(p.d)))
-            @ kron(p.Z1, eye(p.d))
-            @ p.S
-        )
+        B = p.R(p.d) @ kron(eye(p.L), kron(p.W_V.T, eye(p.d))) @ kron(p.Z1, eye(p.d)) @ p.S
         by_tokens = p.X.T @ torch.stack(
             [
                 M2 @ p.W_V @ r

@@ -11,24 +11,11 @@ from blockopt.analysis.closed_forms.activations import activation_derivatives
 from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian, FeedForwardMap
 from blockopt.analysis.closed_forms.linear_network import LinearNetworkHessian
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
+from tests.helpers.transformer_block import ACTS as NONLINEAR
+from tests.helpers.transformer_block import close, draw
 
-ACTS = {
-    "identity": lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-}
+ACTS = {"identity": lambda z: z, **NONLINEAR}
 CASES = [(activation, gated) for activation in ACTS for gated in (False, True)]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def close(a, b, tolerance=1e-10):
-    assert a.shape == b.shape
-    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
 
 
 def weights(gated, d=3, m=4, out=2):

@@ -18,13 +18,10 @@ from blockopt.analysis.closed_forms.attention_growth import (
 from blockopt.analysis.closed_forms.growth import Growth, fit_exponent, growth
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from tests.helpers.matrices import normal as randn
 
 SMALL = [0.01, 0.02, 0.04]
 PREDICTED = attention_exponents()
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_slope_and_error_of_one_series():

@@ -6,19 +6,12 @@ from torch import kron
 from torch.func import jacrev
 
 from tests.helpers.attention_reference import assert_close
-from tests.helpers.paper_matrices import commutation_matrix
-
-
-def eye(n):
-    return torch.eye(n, dtype=torch.float64)
+from tests.helpers.matrices import normal as draw
+from tests.helpers.paper_matrices import commutation_matrix, eye
 
 
 def vec(matrix):
     return matrix.reshape(-1, 1)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 4), (4, 3), (3, 3)])

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm against autograd, and the corrected theorems of arXiv 2510.16927."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,17 +9,18 @@ from torch import Tensor
 from torch.func import jacrev
 
 from blockopt.analysis.closed_forms.normalization import Normalization
+from tests.helpers.paper_matrices import commutation_matrix as commutation
+from tests.helpers.paper_matrices import eye, kron
+from tests.helpers.transformer_block import close as nearly_equal
+from tests.helpers.transformer_block import draw
 
+close = partial(nearly_equal, tolerance=1e-11)
 CASES = [
     (kind, epsilon, affine)
     for kind in ("layer", "rms")
     for epsilon in (0.0, 0.3)
     for affine in (False, True)
 ]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def reference(x, kind, gain, bias, epsilon):
@@ -37,11 +39,6 @@ def make(kind, epsilon, affine, d=5, scale=1.0, rows=(2, 3)):
         (torch.ones(d).double() if gain is None else gain),
         (torch.zeros(d).double() if bias is None else bias),
     )
-
-
-def close(a, b, tolerance=1e-11):
-    assert a.shape == b.shape
-    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
 
 
 @pytest.mark.parametrize(("kind", "epsilon", "affine"), CASES)
@@ -91,9 +88,9 @@ def test_norms_are_exact(kind, epsilon, affine, d, scale):
     close(
         norm.hessian_norm(),
         torch.linalg.matrix_norm(norm.hessian().reshape(3, d * d, d), ord=2),
-        1e-9,
+        tolerance=1e-9,
     )
-    close(norm.trilinear_norm(), norm.gain.abs().max() * best_cube(norm), 1e-6)
+    close(norm.trilinear_norm(), norm.gain.abs().max() * best_cube(norm), tolerance=1e-6)
 
 
 def best_cube(norm: Normalization) -> Tensor:
@@ -156,21 +153,6 @@ def test_bad_numbers():
 # for X of n × q).
 
 
-def commutation(q: int, n: int) -> Tensor:
-    return torch.eye(n * q).double().reshape(n, q, n * q).transpose(0, 1).reshape(n * q, n * q)
-
-
-def eye(n: int) -> Tensor:
-    return torch.eye(n).double()
-
-
-def kron(*factors: Tensor) -> Tensor:
-    result = factors[0].contiguous()
-    for factor in factors[1:]:
-        result = torch.kron(result, factor.contiguous())
-    return result
-
-
 def selection(n: int) -> Tensor:
     """[e_1 ⊗ e_1 ... e_n ⊗ e_n]: from a vector to the vec of its diagonal matrix."""
     return torch.stack([kron(e, e) for e in eye(n)], dim=1)
@@ -228,7 +210,7 @@ def test_theorems_2_and_3(L, d):
     compact = torch.zeros(L, d, L, d, L, d).double()
     for i in range(L):
         compact[i, :, i, :, i, :] = norm.hessian()[i]
-    close(forms.hessian, compact.reshape(L * d * L * d, L * d), 1e-10)
+    close(forms.hessian, compact.reshape(L * d * L * d, L * d), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("wrong", ["second_term", "diagonal"])

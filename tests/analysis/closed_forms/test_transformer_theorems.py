@@ -3,29 +3,13 @@
 import itertools
 
 import pytest
-import torch
-from torch import Tensor
 from torch.func import jacrev
 
 from blockopt.analysis.closed_forms.output_loss import SquaredError
 from blockopt.analysis.closed_forms.transformer_block import TransformerBlockHessian
+from tests.helpers.paper_matrices import commutation_matrix as commutation
+from tests.helpers.paper_matrices import eye, kron
 from tests.helpers.transformer_block import D, L, M, attend, close, draw, make_weights, normalize
-
-
-def eye(n: int) -> Tensor:
-    return torch.eye(n).double()
-
-
-def kron(*factors: Tensor) -> Tensor:
-    result = factors[0].contiguous()
-    for factor in factors[1:]:
-        result = torch.kron(result, factor.contiguous())
-    return result
-
-
-def commutation(q: int, n: int) -> Tensor:
-    """K_{q,n} vec X = vec Xᵀ for X of n × q."""
-    return eye(n * q).reshape(n, q, n * q).transpose(0, 1).reshape(n * q, n * q)
 
 
 class Paper:
