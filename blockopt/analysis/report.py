@@ -108,8 +108,7 @@ def hessian_report(
     check_choice("matrix", matrix, OPERATORS)
     check_choice("by", by, get_args(Level))
     start = time.perf_counter()
-    found = find_blocks(model, per_head=by == "head", per_row=()) if blocks is None else blocks
-    names = matching_parameters(model, only) if only else None
+    found, names = blocks_and_names(model, blocks, by, only)
     reset_peak_memory(next(model.parameters()).device)
     operator = OPERATORS[matrix](model, losses, names=names, blocks=found)
     loss, parts = operator.loss(), operator.blocks(by)
@@ -311,6 +310,14 @@ class _Survey:
     def mass(self, columns: list[MassColumn]) -> BlockMass | None:
         """Return the shares of pairs of blocks, if vectors of all parameters fit."""
         return None if self._together is None else self._together.collect(columns)
+
+
+def blocks_and_names(
+    model: nn.Module, blocks: Mapping[str, Blocks] | None, by: str, only: Sequence[str]
+) -> tuple[Mapping[str, Blocks], list[str]]:
+    """Return the blocks of a model, without cuts by row, and the parameters to measure."""
+    found = find_blocks(model, per_head=by == "head", per_row=()) if blocks is None else blocks
+    return found, matching_parameters(model, only) if only else list(trainable_parameters(model))
 
 
 def matching_parameters(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -25,14 +25,14 @@ from blockopt.analysis.memory import GIB, NOT_COMPARED, TooLargeError, free_memo
 from blockopt.analysis.model_report import Cost, HessianReport, heterogeneity
 from blockopt.analysis.partial_results import PartialResults, fingerprint
 from blockopt.analysis.progress import progress_bar
-from blockopt.analysis.report import matching_parameters
+from blockopt.analysis.report import blocks_and_names
 from blockopt.analysis.sampled_gradients import SampledGradients, Trial, block_grams
 from blockopt.analysis.spectral.block_mass import BlockMass
 from blockopt.analysis.spectral.estimate import Estimate, from_probes, root
 from blockopt.analysis.spectral.heterogeneity import NegativeShare
-from blockopt.blocks import BlockGroup, Blocks, Level, block_groups, block_numel, find_blocks
+from blockopt.blocks import BlockGroup, Blocks, Level, block_groups, block_numel
 from blockopt.checks import check_count
-from blockopt.measure.closures import Losses, refuse_sharded, trainable_parameters
+from blockopt.measure.closures import Losses, refuse_sharded
 
 
 def sampled_report(
@@ -93,8 +93,7 @@ def sampled_report(
     check_count("num_samples", num_samples, 2)
     refuse_sharded(model, "sampled_report")
     start = time.perf_counter()
-    found = find_blocks(model, per_head=by == "head", per_row=()) if blocks is None else blocks
-    names = matching_parameters(model, only) if only else list(trainable_parameters(model))
+    found, names = blocks_and_names(model, blocks, by, only)
     chosen = {name: found[name] for name in names}
     groups, numbers = block_groups(chosen, by)
     closures = [losses] if callable(losses) else list(losses)

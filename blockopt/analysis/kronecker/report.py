@@ -21,9 +21,9 @@ from blockopt.analysis.kronecker.fit import KroneckerFit, built_fit, estimated_f
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import GaussNewtonOperator
 from blockopt.analysis.plots.kronecker import kronecker_figure
-from blockopt.analysis.report import matching_parameters
+from blockopt.analysis.report import blocks_and_names
 from blockopt.analysis.results import Result
-from blockopt.blocks import BlockGroup, Blocks, find_blocks
+from blockopt.blocks import BlockGroup, Blocks
 from blockopt.checks import check_choice, check_count
 from blockopt.measure.closures import Losses, refuse_sharded, trainable_parameters
 from blockopt.measure.loss_curvature import LossCurvature
@@ -151,8 +151,7 @@ def kronecker_report(
     if num_samples is not None:
         check_count("num_samples", num_samples)
     refuse_sharded(model, "kronecker_report")
-    found = find_blocks(model, per_head=by == "head", per_row=()) if blocks is None else blocks
-    names = matching_parameters(model, only) if only else list(trainable_parameters(model))
+    found, names = blocks_and_names(model, blocks, by, only)
     maps = linear_maps(model, names)
     if not maps:
         raise ValueError(

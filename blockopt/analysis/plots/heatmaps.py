@@ -78,14 +78,11 @@ def hessian_heatmap(
         ax.axvline(edge, color="white", linewidth=0.6)
     # The names of small blocks would overlap.
     ends = zip(itertools.pairwise(edges), sizes.items())
-    shown = {(a + b) / 2: str(label) for (a, b), (label, size) in ends if size >= 0.02 * n}
-    ax.set_xticks(list(shown), list(shown.values()), rotation=45, ha="right", fontsize=8)
-    ax.set_yticks(list(shown), list(shown.values()), fontsize=8)
+    shown = {(a + b) / 2: label for (a, b), (label, size) in ends if size >= 0.02 * n}
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
     pixels = "|entry|" if step == 1 else f"root mean square of {step} x {step} entries"
     bar.set_label(pixels, fontsize=8)
-    ax.set_title(title, fontsize=10)
-    return ax
+    return _named(ax, shown, title)
 
 
 def block_mass_heatmap(
@@ -103,13 +100,9 @@ def block_mass_heatmap(
         title: The title of the axis.
         ax: Where to draw; a new figure by default.
     """
-    values = numbers(matrix)
-    if values.shape != (len(labels), len(labels)) or not float(values.sum()) > 0:
-        raise ValueError(
-            f"Invalid {len(labels)} labels, a matrix of shape {tuple(values.shape)} and sum "
-            f"{float(values.sum()):g}. Must be one row and one column per label, with a positive "
-            "sum."
-        )
+    values = _of_pairs(labels, matrix)
+    if not float(values.sum()) > 0:
+        raise ValueError(f"Invalid matrix of sum {float(values.sum()):g}. Must be positive.")
     shares = 100 * values / values.sum()
     ax = new_axis(ax, (1.6 + 0.7 * len(labels), 1.2 + 0.6 * len(labels)))
     norm = matplotlib_module("colors").LogNorm(1e-3, 100)
@@ -121,11 +114,7 @@ def block_mass_heatmap(
         color = "black" if share > 0.5 else "white"
         where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
         ax.text(column, row, f"{share:{digits}}", color=color, **where)
-    names = [str(label) for label in labels]
-    ax.set_xticks(range(len(labels)), names, rotation=45, ha="right", fontsize=8)
-    ax.set_yticks(range(len(labels)), names, fontsize=8)
-    ax.set_title(title, fontsize=10)
-    return ax
+    return _named(ax, dict(enumerate(labels)), title)
 
 
 def distance_heatmap(
@@ -143,20 +132,11 @@ def distance_heatmap(
         title: The title of the axis.
         ax: Where to draw; a new figure by default.
     """
-    values = numbers(matrix)
-    if values.shape != (len(labels), len(labels)):
-        raise ValueError(
-            f"Invalid {len(labels)} labels and a matrix of shape {tuple(values.shape)}. Must be "
-            "one row and one column per label."
-        )
+    values = _of_pairs(labels, matrix)
     ax = new_axis(ax, (2.4 + 0.3 * len(labels), 1.8 + 0.3 * len(labels)))
     image = ax.imshow(values.numpy(), vmin=0, vmax=1, cmap="viridis")
     ax.figure.colorbar(image, ax=ax, shrink=0.8).set_label("distance", fontsize=8)
-    names = [str(label) for label in labels]
-    ax.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
-    ax.set_yticks(range(len(names)), names, fontsize=6)
-    ax.set_title(title, fontsize=10)
-    return ax
+    return _named(ax, dict(enumerate(labels)), title, rotation=60, fontsize=6)
 
 
 def head_heatmap(
@@ -208,3 +188,25 @@ def head_heatmap(
     ax.set_ylabel("layer", fontsize=8)
     ax.set_title(title, fontsize=10)
     return ax
+
+
+def _of_pairs(labels: Sequence[object], matrix: Tensor) -> Tensor:
+    values = numbers(matrix)
+    if values.shape != (len(labels), len(labels)):
+        raise ValueError(
+            f"Invalid {len(labels)} labels and a matrix of shape {tuple(values.shape)}. Must be "
+            "one row and one column per label."
+        )
+    return values
+
+
+def _named(
+    ax: Any, labels: Mapping[float, object], title: str, rotation: int = 45, fontsize: int = 8
+) -> Axes:
+    """Write the title, and labels at places of both axes."""
+    places, names = list(labels), [str(label) for label in labels.values()]
+    ax.set_xticks(places, names, rotation=rotation, ha="right", fontsize=fontsize)
+    ax.set_yticks(places, names, fontsize=fontsize)
+    ax.set_title(title, fontsize=10)
+    named: Axes = ax
+    return named
