@@ -100,14 +100,6 @@ def _active(module: nn.Module) -> list[str]:
     return [active] if isinstance(active, str) else list(active or ())
 
 
-def find_linear(module: nn.Module | None, attribute: str) -> Linear | None:
-    """The linear map at `module.attribute` (dots allowed), or None."""
-    found: object = module
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return read_linear(found)
-
-
 def read_linear(module: object) -> Linear | None:
     """Read a module as a linear map, through wrappers; None if it is none.
 
