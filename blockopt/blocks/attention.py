@@ -21,7 +21,7 @@ from blockopt.blocks.attention_kinds import (
     torch_attention,
 )
 from blockopt.blocks.attention_names import attention_letters, attention_maps, chains, joint_role
-from blockopt.blocks.fused_maps import fused_layout, is_of_known_order, thirds
+from blockopt.blocks.fused_maps import fused_layout, is_of_known_order, pair_layouts, thirds
 from blockopt.blocks.known_modules import (
     ATTENTION_ROLES,
     ATTENTION_WORDS,
@@ -110,7 +110,7 @@ class _Reader(NamedTuple):
             second_factor = name in chained
             found |= self._projection(name, letters, heads, output, second_factor)
         for second, first in chained.items():
-            found |= _first_factor(self.maps[first], self.maps[second], named[second])
+            found |= _first_factor(self.maps[first], self.maps[second], self.named[first])
         if output is not None:
             found |= self._cut_output(output, output_name, heads)
         for linear in self._other_outputs(output):
@@ -184,7 +184,9 @@ class _Reader(NamedTuple):
             if not {*(GATE_WORDS - {"a", "b"}), *POSITION_WORDS, "conv"} & set(words(name))
         }
         ranked = sorted(fits, key=lambda name: self._output_rank(name, fits[name], width))
-        chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or len(fits) == 1]
+        values = (self.maps[n].out_size for n, letters in named.items() if letters == "v")
+        alone = len(fits) == 1 and (width is None or fits[ranked[0]].in_size in (width, *values))
+        chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or alone]
         chosen = [n for n in chosen if not self._is_mlp_in(fits[n], query)]
         if "v" not in "".join(named.values()):  # the indexer of sparse attention returns scores
             widths = {self.maps[n].in_size for n in named}
@@ -214,8 +216,12 @@ class _Reader(NamedTuple):
                 return linear if linear.in_size <= 2 * query.out_size else None
         return None
 
-    def _output_rank(self, name: str, linear: Linear, width: int | None) -> tuple[bool, bool]:
-        return (width is not None and linear.in_size != width, not OUTPUT_WORDS & set(words(name)))
+    def _output_rank(self, name: str, linear: Linear, width: int | None) -> tuple[bool, ...]:
+        """Sizes come first, then the words that say so, then those that say that it is a map."""
+        said = set(words(name))
+        called_so = {"o", "out", "output", "wo"} & said
+        other_width = width is not None and linear.in_size != width
+        return other_width, not called_so, not OUTPUT_WORDS & said
 
     def _is_mlp_in(self, linear: Linear, query: Linear | None) -> bool:
         """Whether a map is the first of an MLP that stands beside the attention."""
@@ -240,7 +246,7 @@ class _Reader(NamedTuple):
         if letters == "kv" and second_factor:
             return self._by_head(linear, "kv", heads, output)
         if letters in ("kv", "qk"):
-            return self._pair(linear, letters, heads)
+            return pair_layouts(self.module, name, linear, letters, heads)
         if name in UNKNOWN_ORDER_NAMES and not is_of_known_order(self.module):
             reason = (
                 f"{type(self.module).__name__} fuses query, key and value, and may store them one "
@@ -316,20 +322,6 @@ class _Reader(NamedTuple):
             reason = f"{type(self.module).__name__} does not say how keys and values are stored"
             return ambiguous(linear, reason, Layout((joint_role(letters),)))
         return output_cut(linear, ("key", "value"), Split(0, (key, value), (1, 1), repeat=number))
-
-    def _pair(self, linear: Linear, letters: str, heads: Heads) -> Layouts:
-        roles = tuple(ATTENTION_ROLES[letter] for letter in letters)
-        half = linear.out_size // 2
-        key, value = (getattr(self.module, n, None) for n in ("key_dim", "val_dim"))
-        if letters == "kv" and isinstance(key, int) and isinstance(value, int):  # LeViT: by head
-            by_head = Split(0, (key, value), (1, 1), repeat=heads.number or 1)
-            if by_head.length == linear.out_size:
-                return output_cut(linear, roles, by_head)
-        number = heads.of_half(half, is_query=letters == "qk")
-        if linear.out_size % 2 or number is None:  # one map that serves as both
-            shared = heads.of_half(linear.out_size, is_query=letters == "qk")
-            return heads_cut(linear, roles[0], shared or 1)
-        return output_cut(linear, roles, Split(0, (half, half), (number, number)))
 
     def _fused(self, linear: Linear, heads: Heads, output: Linear | None) -> Layouts:
         layout = fused_layout(self.module, linear, heads, output)

@@ -82,7 +82,9 @@ def read_heads(
         number = total // declared
     if number is None or total is None:
         return Heads(number, declared, declared, groups, here)
-    fits = {total, total // 2} if query is not None else {total}
+    fits = {total}
+    if query is not None and (output is None or total == 2 * output.in_size):  # with gates
+        fits.add(total // 2)
     sizes = [size for size in _all(module, HEAD_DIM) if number * size in fits]
     own = declared if any(isinstance(vars(module).get(n), int) for n in HEAD_DIM) else None
     if (own and not sizes) or total % number:

@@ -95,11 +95,16 @@ def chains(maps: dict[str, Linear], named: dict[str, str]) -> dict[str, str]:
     found = {}
     for first, second in combinations(named, 2):  # the first is defined first
         a, b = maps[first], maps[second]
-        marked = {"a", "down"} & set(words(first)) and (
-            {"b", "up"} & set(words(second)) or b.in_size == 2 * a.out_size  # with and without norm
+        marked = {"a", "down", "d"} & set(words(first)) and (
+            {"b", "up", "u"} & set(words(second))
+            or b.in_size == 2 * a.out_size  # with and without norm
         )
         narrow = b.in_size <= a.out_size and a.in_size != b.in_size
         follows = b.in_size == a.out_size or marked
-        if named[first] == named[second] and (narrow or marked) and follows:
+        within = named[first] == named[second] or (
+            named[second] in named[first] and b.in_size == a.out_size < a.in_size
+        )
+        side_by_side = a.in_size == b.in_size != a.out_size  # two streams, not two factors
+        if within and (narrow or marked) and follows and not side_by_side:
             found[second] = first
     return {second: first for second, first in found.items() if first not in found}

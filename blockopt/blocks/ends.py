@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
@@ -115,3 +115,25 @@ def input_layouts(
     named = EMBEDDING_WORDS & (said | around)
     features = {"feature", "subsampling"} & around
     return rows_layouts(linear, ("embedding",), per_row) if named or features else {}
+
+
+def vocabulary_layouts(modules: Mapping[str, nn.Module], per_row: Collection[str]) -> Layouts:
+    """Maps outside of the layers that have an output for each row of a table of their width.
+
+    Args:
+        modules: The modules of the model by their paths.
+        per_row: The roles that are cut into rows.
+    """
+    outside = {p: m for p, m in modules.items() if not any(map(str.isdecimal, p.split(".")))}
+    tables = {
+        (module.num_embeddings, module.embedding_dim)
+        for path, module in outside.items()
+        if isinstance(module, nn.Embedding) and POSITION_WORDS.isdisjoint(words(path))
+    }
+    found: Layouts = {}
+    for module in outside.values():
+        linear = read_linear(module)
+        if linear is not None and (linear.out_size, linear.in_size) in tables:
+            square = linear.out_size == linear.in_size
+            found |= {} if square else rows_layouts(linear, ("head",), per_row)
+    return found

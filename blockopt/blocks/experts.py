@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from blockopt.blocks.attention_heads import read_heads
-from blockopt.blocks.known_modules import ATTENTION_ROLES, ATTENTION_WORDS, GATE_WORDS_OF_MLP
+from blockopt.blocks.known_modules import ATTENTION_ROLES, ATTENTION_WORDS
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, rows_layouts
 from blockopt.blocks.linear_maps import (
     direct_maps,
@@ -20,6 +20,7 @@ from blockopt.blocks.linear_maps import (
     type_words,
     words,
 )
+from blockopt.blocks.mlps import gate_among
 from blockopt.blocks.split import Split
 
 NUM_EXPERTS = (
@@ -45,16 +46,20 @@ def expert_layouts(
     if parent is not None and is_called_attention(parent) and len(stacks) == 2:
         return _experts_of_attention(module, parent, stacks, out, per_head)
     found: Layouts = {}
-    for name, stack in stacks.items():
-        if name == out:
-            continue
-        roles = _roles(name, stack, stacks[out])
-        dim = _out_dim(module, stack, stacks[out], len(roles))
-        if dim is None or (len(roles) == 2 and not _is_gate_up(name)):
+    width = _width(module, parent, stacks[out].shape[0])
+    into = {name: stack for name, stack in stacks.items() if name != out}
+    gate = gate_among(list(into))
+    for name, stack in into.items():
+        roles = _roles(name, stack, stacks[out], gate)
+        dim = _out_dim(module, stack, stacks[out], len(roles), width)
+        fused, alike = len(roles) == 2, len(into) == 2 and gate is None
+        if dim is None or (fused and not _is_gate_up(name)) or (alike and not fused):
             reason = (
                 f"{type(module).__name__} stacks experts in {name}, and does not say in which order"
             )
-            found[stack] = Ambiguity(reason, _cut(stack, 1, ("mlp_in",), per_row, False))
+            found[stack] = Ambiguity(reason, _cut(stack, 1, (roles[-1],), per_row, False))
+            last = _cut(stacks[out], 1, ("mlp_out",), per_row, False)
+            found.setdefault(stacks[out], Ambiguity(reason, last))
             continue
         interleaved = len(roles) == 2 and getattr(module, "is_concatenated", True) is False
         found[stack] = _cut(stack, dim, roles, per_row, interleaved)
@@ -68,7 +73,7 @@ def _experts_of_attention(
     """JetMoE: each expert makes queries, and takes what attention makes of them."""
     (query,) = (stack for name, stack in stacks.items() if name != out)
     output, experts = stacks[out], stacks[out].shape[0]
-    dim = _out_dim(module, query, output, 1) or 1
+    dim = _out_dim(module, query, output, 1, None) or 1
     size = read_heads(attention, (), None, None).declared_size
     heads = query.shape[dim] // size if per_head and size and query.shape[dim] % size == 0 else 1
     return {
@@ -108,15 +113,30 @@ def _is_gate_up(name: str) -> bool:
     return "gate" in said or "input" in said or "in" in said or "wi" in said
 
 
-def _roles(name: str, stack: Tensor, out: Tensor) -> tuple[str, ...]:
+def _roles(name: str, stack: Tensor, out: Tensor, gate: str | None) -> tuple[str, ...]:
     hidden = out.shape[1] * out.shape[2]
     if stack.shape[1] * stack.shape[2] == 2 * hidden:
         return ("mlp_gate", "mlp_in")
-    gate = GATE_WORDS_OF_MLP & set(words(name)) or name == "w1"
-    return ("mlp_gate",) if gate else ("mlp_in",)
+    return ("mlp_gate",) if name == gate else ("mlp_in",)
 
 
-def _out_dim(module: nn.Module, stack: Tensor, out: Tensor, sections: int) -> int | None:
+def _width(module: nn.Module, parent: nn.Module | None, experts: int) -> int | None:
+    """The width of what enters experts, as declared there or beside them.
+
+    Or else that of the map that chooses among them.
+    """
+    around = (module,) if parent is None else (module, parent, *parent.children())
+    for holder in around:
+        for name in ("hidden_size", "hidden_dim", "d_model", "dim"):
+            if isinstance(width := getattr(holder, name, None), int):
+                return width
+    routers = (m for holder in around[:2] for m in direct_maps(holder).values())
+    return next((linear.in_size for linear in routers if linear.out_size == experts), None)
+
+
+def _out_dim(
+    module: nn.Module, stack: Tensor, out: Tensor, sections: int, width: int | None
+) -> int | None:
     """The dimension of a stack that runs over outputs; None if sizes allow none or both."""
     transposed = getattr(module, "is_transposed", None)  # transformers says so
     if isinstance(transposed, bool):
@@ -124,19 +144,10 @@ def _out_dim(module: nn.Module, stack: Tensor, out: Tensor, sections: int) -> in
     (_, a, b), (_, c, d) = stack.shape, out.shape
     if sections == 2:
         first, second = a == 2 * d and b == c, b == 2 * c and a == d
-    else:
-        first, second = a == d and b == c, b == c and a == d
-    if first and second:
-        width = next(
-            (
-                v
-                for n in ("hidden_size", "hidden_dim", "d_model", "dim")
-                if isinstance(v := getattr(module, n, None), int)
-            ),
-            None,
-        )
-        first, second = width in (None, b), width == a != b
-    return 1 if first else 2 if second else None
+    else:  # sizes alone fit both
+        fits = a == d and b == c
+        first, second = fits and width == b, fits and width == a
+    return None if first == second else 1 if first else 2
 
 
 def _cut(

@@ -8,6 +8,7 @@ everything else in blockopt works on what it returns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from blockopt.blocks.ends import (
     input_layouts,
     is_vector,
     norm_layouts,
+    vocabulary_layouts,
 )
 from blockopt.blocks.experts import expert_layouts, num_experts, router_layouts
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts, ambiguous, whole_layouts
@@ -120,7 +122,12 @@ def find_blocks(
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     _refuse_flattened(model)
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    lists = {name for name, module in model.named_modules() if _lists_layers(name, module)}
+    numbers = {
+        f"{name}.{child}".removeprefix("."): _last_number(child)
+        for name, module in model.named_modules()
+        if _lists_layers(name, module)
+        for child in module._modules
+    }
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     chosen = match_overrides(overrides or {}, shapes)
     found = _find_layouts(model, per_head, per_row)
@@ -142,7 +149,7 @@ def find_blocks(
             layout = layout or _unexplained(name, parameter)
             entry = Blocks(layout.roles, None, layout.split)
         if entry.layer is None:
-            entry = entry._replace(layer=_layer(name, lists))
+            entry = entry._replace(layer=_layer(name, numbers))
         entry.check(shapes[name])
         blocks[name] = entry
     if unknown:
@@ -199,26 +206,38 @@ def _lists_layers(name: str, module: nn.Module) -> bool:
     """Whether the numbers in a container number layers, and not the heads or experts of one."""
     if isinstance(module, nn.ModuleList):
         return not _numbers_parts(name.rpartition(".")[2])
-    if not isinstance(module, nn.Sequential) or len(module) < 2:
-        return False
-    kinds = {type(child) for child in module}
-    return len(kinds) == 1 and any(True for _ in module[0].children())
+    numbered = isinstance(module, nn.Sequential) or (
+        isinstance(module, nn.ModuleDict) and all(_last_number(key) is not None for key in module)
+    )
+    children = list(module.children())
+    alike = len(children) > 1 and len({type(child) for child in children}) == 1
+    return numbered and alike and any(True for _ in children[0].children())
 
 
 def _numbers_parts(attribute: str) -> bool:
     return bool({"heads", "experts"} & set(words(attribute)))
 
 
-def _layer(name: str, lists: Collection[str]) -> int | None:
-    """The first index into a list of layers that a name goes through, or else its first number."""
+def _last_number(attribute: str) -> int | None:
+    found = re.search(r"[0-9]+$", attribute)
+    return None if found is None else int(found[0])
+
+
+def _layer(name: str, layers: Mapping[str, int | None]) -> int | None:
+    """The number of the first layer that a name goes through, or else its first number.
+
+    Args:
+        name: Of a parameter.
+        layers: The numbers of the layers of the model by their paths.
+    """
     parts = name.split(".")
-    numbers = [
-        i for i in range(1, len(parts)) if parts[i].isdecimal() and not _numbers_parts(parts[i - 1])
-    ]
-    if parts[0].isdecimal():
-        numbers = [0, *numbers]
-    inside = [i for i in numbers if ".".join(parts[:i]) in lists]
-    return next((int(parts[i]) for i in (*inside, *numbers)), None)
+    inside = (layers.get(".".join(parts[:i])) for i in range(1, len(parts)))
+    numbers = (
+        int(part)
+        for before, part in zip(("", *parts), parts)
+        if part.isdecimal() and not _numbers_parts(before)
+    )
+    return next((n for n in (*inside, *numbers) if n is not None), None)
 
 
 def _without_wrappers(name: str) -> str:
@@ -322,7 +341,8 @@ def _ends(
         found |= head_layouts(module, paths[name], False, per_row)
         inputs |= input_layouts(module, paths[name], parent, per_row)
         norms |= free_parameter_layouts(module) | norm_layouts(module)
-    return inputs | norms | found
+    by_size = vocabulary_layouts({paths[name]: m for name, m in modules.items()}, per_row)
+    return inputs | by_size | norms | found
 
 
 def _unexplained_attention(modules: dict[str, nn.Module], found: Layouts) -> Layouts:

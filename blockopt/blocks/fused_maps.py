@@ -1,12 +1,12 @@
-"""Query, key and value in one map: in which order it stores them, and how many heads there are."""
+"""Queries, keys and values in one map: in which order it stores them, and how many heads it has."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from blockopt.blocks.attention_heads import Heads
-from blockopt.blocks.known_modules import GROUPED_TYPES
-from blockopt.blocks.layouts import Layout
+from blockopt.blocks.known_modules import ATTENTION_ROLES, GROUPED_TYPES, UNKNOWN_ORDER_NAMES
+from blockopt.blocks.layouts import Layout, Layouts, ambiguous, heads_cut, output_cut
 from blockopt.blocks.linear_maps import Linear, is_named
 from blockopt.blocks.split import Split
 
@@ -71,3 +71,32 @@ def fused_layout(
         return Layout(roles, Split(0, sizes, parts, repeat=groups))
     sizes = (query_size, groups * size, groups * size)
     return Layout(roles, Split(0, sizes, (number, groups, groups)))
+
+
+def pair_layouts(
+    module: nn.Module, name: str, linear: Linear, letters: str, heads: Heads
+) -> Layouts:
+    """Two of query, key and value in one map, or one that serves as both.
+
+    They are taken to be stored one after another. Where the name is in use for both orders, that is
+    no more than a suggestion.
+    """
+    roles = tuple(ATTENTION_ROLES[letter] for letter in letters)
+    half = linear.out_size // 2
+    key, value = (getattr(module, n, None) for n in ("key_dim", "val_dim"))
+    if letters == "kv" and isinstance(key, int) and isinstance(value, int):  # LeViT: by head
+        by_head = Split(0, (key, value), (1, 1), repeat=heads.number or 1)
+        if by_head.length == linear.out_size:
+            return output_cut(linear, roles, by_head)
+    number = heads.of_half(half, is_query=letters == "qk")
+    if linear.out_size % 2 or number is None:  # one map that serves as both
+        shared = heads.of_half(linear.out_size, is_query=letters == "qk")
+        return heads_cut(linear, roles[0], shared or 1)
+    split = Split(linear.out_dim, (half, half), (number, number))
+    if name in UNKNOWN_ORDER_NAMES:
+        reason = (
+            f"{type(module).__name__} fuses key and value, and may store them one after another or "
+            "interleaved by head"
+        )
+        return ambiguous(linear, reason, Layout(roles, split))
+    return output_cut(linear, roles, split)

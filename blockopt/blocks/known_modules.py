@@ -59,7 +59,7 @@ GROUPED_TYPES = (
 # Attention whose query projection holds a gate too: in each head the query, then the gate.
 GATED_QUERY_TYPES = ("Qwen3NextAttention",)
 # These names are in use for both orders.
-UNKNOWN_ORDER_NAMES = ("query_key_value",)
+UNKNOWN_ORDER_NAMES = ("query_key_value", "key_value")
 
 HEADS_WORDS = {"head", "heads", "nhead", "nheads"}
 NOT_HEADS_WORDS = {
@@ -87,7 +87,7 @@ GATE_AND_INPUT = (
 GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")
 GATE_FIRST_TYPES = ("MoshiGatingMLP", "KyutaiSpeechToTextGatingMLP")
 INPUT_FIRST_TYPES = ("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP")
-GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g"}
+GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g", "wg"}
 OUT_WORDS_OF_MLP = {"down", "out", "output", "wo", "o"}
 MLP_TYPE_WORDS = {
     *("mlp", "ffn", "feed", "ff", "feedforward", "intermediate", "glu", "swiglu", "expert"),

@@ -8,8 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from blockopt.blocks.own_maps import own_map
+
 # Attributes under which PEFT and `torch.compile` keep the module that they wrap.
 WRAPPERS = ("original_module", "base_layer", "_orig_mod")
+# DeepSeek's names for the maps of latent attention: down, up and with rotated positions.
+LATENT_NAMES = {
+    **{"dq": ("d", "q"), "uq": ("u", "q"), "qr": ("q", "r"), "kr": ("k", "r")},
+    **{"dkv": ("d", "kv"), "ukv": ("u", "kv"), "uk": ("u", "k"), "uv": ("u", "v")},
+}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -41,8 +48,8 @@ def words(name: str) -> tuple[str, ...]:
         >>> words("kv_a_proj"), words("GPTNeoXAttention"), words("fc1")
         (('kv', 'a', 'proj'), ('gpt', 'neo', 'x', 'attention'), ('fc',))
     """
-    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return tuple(word.lower() for word in found)
+    found = (word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name))
+    return tuple(part for word in found for part in LATENT_NAMES.get(word, (word,)))
 
 
 def type_words(module: nn.Module) -> frozenset[str]:
@@ -104,11 +111,17 @@ def read_linear(module: object) -> Linear | None:
     """Read a module as a linear map, through wrappers; None if it is none.
 
     `nn.Linear`, `Conv1D`, convolutions over single points, quantized layers, parametrized weights,
-    and modules that hold nothing but one of these.
+    classes of a user's own, and modules that hold nothing but one of these.
     """
     module = unwrapped(module)
     if not isinstance(module, nn.Module) or isinstance(module, nn.Embedding):
         return None
+    if (own := own_map(module)) is not None:
+        held = module._parameters
+        own_weight, own_bias = held[own.weight], None if own.bias is None else held[own.bias]
+        assert own_weight is not None
+        dims = own.out_dim, 1 - own.out_dim
+        return Linear(own_weight, own_bias, *dims, *(own_weight.shape[dim] for dim in dims))
     weight = stored_weight(module)
     if weight is None:
         holders = [child for child in module.children() if any(True for _ in child.parameters())]

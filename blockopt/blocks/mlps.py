@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import combinations
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from blockopt.blocks.known_modules import (
+    ATTENTION_WORDS,
     GATE_AND_INPUT,
     GATE_FIRST_NAMES,
     GATE_FIRST_TYPES,
@@ -32,7 +34,6 @@ from blockopt.blocks.linear_maps import (
     type_words,
     words,
 )
-from blockopt.blocks.split import Split
 
 
 def mlp_layouts(
@@ -65,25 +66,29 @@ def mlp_layouts(
         roles
         or _one_gate(module, maps, called_so)
         or _fused_gate(module, maps, called_so)
-        or _plain(maps, called_so, in_a_layer)
+        or _plain(module, maps, taken, called_so, in_a_layer)
         or _several(maps, called_so, is_head=bool(HEAD_WORDS & set(words(parts[-1]))))
     )
     found: Layouts = {}
     for name, role in roles.items():
         linear = maps[name]
-        if isinstance(role, str):
-            found |= ambiguous(linear, role, _halves(linear))
-        else:
-            found |= rows_layouts(linear, role, per_row)
+        layouts = rows_layouts(linear, role.fitting if isinstance(role, Unknown) else role, per_row)
+        if isinstance(role, Unknown):
+            suggestion = layouts[linear.weight]
+            assert isinstance(suggestion, Layout)
+            layouts = ambiguous(linear, role.reason, suggestion)
+        found |= layouts
     return found
 
 
-Roles = dict[str, "tuple[str, ...] | str"]  # a string says why they cannot be told
+class Unknown(NamedTuple):
+    """Why the roles of a map cannot be told, and some that fit."""
+
+    reason: str
+    fitting: tuple[str, ...]
 
 
-def _halves(linear: Linear) -> Layout:
-    half = linear.out_size // 2
-    return Layout(("mlp_gate", "mlp_in"), Split(linear.out_dim, (half, half), (half, half)))
+Roles = dict[str, "tuple[str, ...] | Unknown"]
 
 
 def _leads_back(first: Linear, out: Linear, factor: int = 1) -> bool:
@@ -110,14 +115,10 @@ def _one_gate(module: nn.Module, maps: dict[str, Linear], called_so: bool) -> Ro
         square = last.in_size == last.out_size
         if (square and not OUT_WORDS_OF_MLP & set(words(out))) or len(back) > 1:
             continue  # all square, or several MLPs side by side
-        gates = [n for n in into if n in gates]
-        called = {name.rpartition(".")[2]: name for name in into}
-        pairs = [pair for pair in GATE_AND_INPUT if set(pair) == called.keys()]
-        if pairs:
-            gates = [called[pairs[0][0]]]
-        if len(gates) == 1:
-            other = next(n for n in into if n != gates[0])
-            return {gates[0]: ("mlp_gate",), other: ("mlp_in",), out: ("mlp_out",)}
+        gate = gate_among(into)
+        if gate is not None:
+            other = next(n for n in into if n != gate)
+            return {gate: ("mlp_gate",), other: ("mlp_in",), out: ("mlp_out",)}
         if square:  # one after the other
             return {into[0]: ("mlp_in",), into[1]: ("mlp_in",), out: ("mlp_out",)}
         if not isinstance(module, CONTAINERS):
@@ -125,12 +126,24 @@ def _one_gate(module: nn.Module, maps: dict[str, Linear], called_so: bool) -> Ro
     return _gate_of_outputs(maps)
 
 
+def gate_among(into: list[str]) -> str | None:
+    """Which of two maps into hidden units is the gate; None if their names do not say so."""
+    called = {name.rpartition(".")[2]: name for name in into}
+    pairs = [pair for pair in GATE_AND_INPUT if set(pair) == called.keys()]
+    gates = [n for n in into if GATE_WORDS_OF_MLP & set(words(n))]
+    if pairs:
+        return called[pairs[0][0]]
+    return gates[0] if len(into) == 2 and len(gates) == 1 else None
+
+
 def _unknown_gate(module: nn.Module, into: list[str], out: str) -> Roles:
     reason = (
         f"{type(module).__name__} has a gated MLP, and nothing says which of {into[0]} and "
         f"{into[1]} is the gate"
     )
-    return {**dict.fromkeys(into, reason), out: ("mlp_out",)}
+    roles = (("mlp_gate",), ("mlp_in",))
+    unknown = {name: Unknown(reason, role) for name, role in zip(into, roles)}
+    return {**unknown, out: ("mlp_out",)}
 
 
 def _gate_of_outputs(maps: dict[str, Linear]) -> Roles:
@@ -154,12 +167,12 @@ def _fused_gate(module: nn.Module, maps: dict[str, Linear], called_so: bool) -> 
             halves = _order_of_halves(module, first)
             if halves is not None:
                 return {first: halves, out: ("mlp_out",)}
-            if called_so:
+            if called_so or _gated_units(module):
                 reason = (
                     f"{type(module).__name__}.{first} fuses the gate with the input, in an order "
                     "that it does not tell"
                 )
-                return {first: reason, out: ("mlp_out",)}
+                return {first: Unknown(reason, ("mlp_gate", "mlp_in")), out: ("mlp_out",)}
     return {}
 
 
@@ -170,12 +183,20 @@ def _order_of_halves(module: nn.Module, name: str) -> tuple[str, ...] | None:
     if name in GATE_FIRST_NAMES or is_named(module, *GATE_FIRST_TYPES) or gate_last is False:
         return ("mlp_gate", "mlp_in")
     # Torch's gated linear unit takes the second half as the gate. So do the units that are modules
-    # of their own, and the convolutions of a Conformer.
+    # of their own, and the convolutions of a Conformer; a module called SwiGLU may do either.
     holder = module._modules.get(name)
     units = {"glu", "geglu", "gated"} & (type_words(holder) if holder is not None else frozenset())
-    if units or any(isinstance(child, nn.GLU) for child in module.modules()):
+    said = _gated_units(module)
+    if units or (said and {"swi", "swiglu"}.isdisjoint(said)):
         return ("mlp_in", "mlp_gate")
     return ("mlp_in", "mlp_gate") if {"conv", "convolution"} & type_words(module) else None
+
+
+def _gated_units(module: nn.Module) -> set[str]:
+    """The words in the types of gated linear units that a module holds as activation functions."""
+    units = (m for m in module.modules() if not any(True for _ in m.parameters()))
+    kinds = (type_words(unit) for unit in units)
+    return {word for kind in kinds if any(w.endswith("glu") for w in kind) for word in kind}
 
 
 def _several(maps: dict[str, Linear], called_so: bool, is_head: bool) -> Roles:
@@ -194,7 +215,22 @@ def _several(maps: dict[str, Linear], called_so: bool, is_head: bool) -> Roles:
     return into if is_head else {**into, last: ("mlp_out",)}
 
 
-def _plain(maps: dict[str, Linear], called_so: bool, in_a_layer: bool) -> Roles:
+def _stand_apart(module: nn.Module, first: str, second: str, taken: Collection[Tensor]) -> bool:
+    """Whether attention stands between two maps, as between those into a model and out of it."""
+    children = dict(module.named_children())
+    names = list(children)
+    start, end = (names.index(name.partition(".")[0]) for name in (first, second))
+    between = (children[name] for name in names[start + 1 : end])
+    return any(parameter in taken for child in between for parameter in child.parameters())
+
+
+def _plain(
+    module: nn.Module,
+    maps: dict[str, Linear],
+    taken: Collection[Tensor],
+    called_so: bool,
+    in_a_layer: bool,
+) -> Roles:
     """A map in and a map out, or several such pairs side by side."""
     roles: Roles = {}
     for first in maps:
@@ -202,6 +238,8 @@ def _plain(maps: dict[str, Linear], called_so: bool, in_a_layer: bool) -> Roles:
             continue
         later = list(maps)[list(maps).index(first) + 1 :]
         partners = [n for n in later if n not in roles and _leads_back(maps[first], maps[n])]
+        if not (called_so or in_a_layer):
+            partners = [n for n in partners if not _stand_apart(module, first, n, taken)]
         if not partners or maps[first].in_size == maps[first].out_size:
             continue
         alike = set(words(first))
@@ -212,7 +250,10 @@ def _plain(maps: dict[str, Linear], called_so: bool, in_a_layer: bool) -> Roles:
     if len(maps) == 2:
         first, second = maps
         follow = maps[first].out_size == maps[second].in_size
-        named = not first.isdecimal()  # of numbered square maps nothing says that they are an MLP
-        if follow and (called_so or (named and _leads_back(maps[first], maps[second]))):
+        # Of numbered square maps nothing says that they are an MLP, and of values another thing.
+        named = not first.isdecimal() and ATTENTION_WORDS.keys().isdisjoint(words(first))
+        apart = _stand_apart(module, first, second, taken)
+        back = _leads_back(maps[first], maps[second]) and not apart
+        if follow and (called_so or (named and back)):
             return {first: ("mlp_in",), second: ("mlp_out",)}
     return {}

@@ -51,7 +51,7 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
     for out, found in hidden.items():
         if not found or out in entered or not taken.isdisjoint(found):
             continue
-        back_to_width = all(first[into].in_size == out.out_size for into in found)
+        back_to_width = all(first[into].in_width == out.out_width for into in found)
         fits = back_to_width and is_added(out, maps) and is_per_token(first[out], found)
         if fits and not any(_enters_elsewhere(into, first[out], maps) for into in found):
             into = list(with_roles(first[out], found, maps))
@@ -89,10 +89,13 @@ def _source(value: Value) -> Value:
 
 
 def is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
-    """Whether what a linear map returns is added to something else, as to a residual stream."""
+    """Whether what a linear map returns is added to something else, as to a residual stream.
+
+    Before that it may be multiplied by the weights of experts.
+    """
     return any(
         op.name in _SUMS and len(set(op.activations)) > 1
-        for op in walk_on(out.output, maps)
+        for op in walk_on(out.output, maps, through_products=True)
         if op not in maps
     )
 

@@ -214,11 +214,10 @@ def _row_layouts(
         sent = coordinates(linear.weight, parameter)
         for dim, coordinate in enumerate(sent):
             along = None if coordinate is None else along_unit_axes(coordinate, axes)
-            if along is None or sorted(along.tolist()) != list(range(parameter.shape[dim])):
-                continue
-            in_order = [roles[i] for i in along.argsort().tolist()]
-            found[parameter] = _stacked(row_layout(in_order, dim, per_row), dim, parameter)
-            break
+            in_order = None if along is None else _in_order(along.tolist(), roles, dim, parameter)
+            if in_order is not None:
+                found[parameter] = _stacked(row_layout(in_order, dim, per_row), dim, parameter)
+                break
     layout = next(iter(found.values()), None)
     if isinstance(layout, Layout) and (layout.split is None or layout.split.stack == 1):
         split = None if layout.split is None else layout.split._replace(dim=0)
@@ -226,6 +225,24 @@ def _row_layouts(
             if bias.shape[0] == linear.out_size:
                 found[bias] = Layout(("bias",) * len(layout.roles), split)
     return found
+
+
+def _in_order(along: list[int], roles: list[str], dim: int, parameter: Tensor) -> list[str] | None:
+    """The role at each coordinate of a dimension, None if units do not lie along it.
+
+    Units of stacked matrices may follow one another, matrix by matrix.
+    """
+    stacks = (
+        parameter.ndim == 3 and dim > 0 and len(along) == parameter.shape[0] * parameter.shape[dim]
+    )
+    roles_at: list[set[str]] = [set() for _ in range(parameter.shape[dim])]
+    for unit, coordinate in enumerate(along):
+        if coordinate >= 0:
+            roles_at[coordinate].add(roles[unit])
+    told = all(len(found) == 1 for found in roles_at)
+    if not told or not (stacks or len(along) == parameter.shape[dim]):
+        return None
+    return [role for found in roles_at for role in found]
 
 
 def _stacked(layout: Layout, dim: int, parameter: Tensor) -> Layout:

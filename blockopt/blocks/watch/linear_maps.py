@@ -55,6 +55,16 @@ class LinearMap(NamedTuple):
         """Number of inputs."""
         return _size(self.weight.tensor, self.in_axes)
 
+    @property
+    def out_width(self) -> int:
+        """Number of outputs of each matrix, if the product sees a stack of them."""
+        return _size(self.weight.tensor, self.out_axes[-1:])
+
+    @property
+    def in_width(self) -> int:
+        """Number of inputs of each matrix."""
+        return _size(self.weight.tensor, self.in_axes[-1:])
+
 
 def _size(weight: Tensor, axes: Axes) -> int:
     return torch.Size(weight.shape[axis] for _, axis in axes).numel()
@@ -201,8 +211,10 @@ def walk_back(
             stack += value.op.inputs
 
 
-def walk_on(value: Value, stops: dict[Op, LinearMap]) -> Iterator[Op]:
-    """Yield the operations that `value` enters, up to and with linear maps and products."""
+def walk_on(
+    value: Value, stops: dict[Op, LinearMap], *, through_products: bool = False
+) -> Iterator[Op]:
+    """Yield the operations that `value` enters, up to and with linear maps and other products."""
     stack, seen = [value], set()
     while stack:
         for op in stack.pop().consumers:
@@ -210,5 +222,5 @@ def walk_on(value: Value, stops: dict[Op, LinearMap]) -> Iterator[Op]:
                 continue
             seen.add(op)
             yield op
-            if op not in stops and not op.multiplies_activations:
+            if op not in stops and (through_products or not op.multiplies_activations):
                 stack += op.outputs
