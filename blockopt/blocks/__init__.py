@@ -1,7 +1,15 @@
 """What the blocks of a model are, and how they are grouped and shown."""
 
 from blockopt.blocks.attention import is_attention
-from blockopt.blocks.blocks import MATRIX_ROLES, ROLES, ROW_ROLES, Blocks, from_plain, to_plain
+from blockopt.blocks.blocks import (
+    MATRIX_ROLES,
+    ROLES,
+    ROW_ROLES,
+    Blocks,
+    flattened,
+    from_plain,
+    to_plain,
+)
 from blockopt.blocks.describe import describe
 from blockopt.blocks.find import checked_blocks, find_blocks
 from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
@@ -37,6 +45,7 @@ __all__ = [
     "expand",
     "expand_along",
     "find_blocks",
+    "flattened",
     "from_plain",
     "is_attention",
     "is_named",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from blockopt.blocks.split import Split
 
@@ -23,7 +23,9 @@ class Blocks(NamedTuple):
     """The blocks of one parameter.
 
     Attributes:
-        roles: The role of each section of `split`, or of the whole parameter.
+        roles: The role of each section of `split`, or of the whole parameter. If the matrices of a
+            stack have different roles, those of the first matrix, then those of the second, and so
+            on.
         layer: Index of the layer that holds the parameter, None outside the layers.
         split: Where the parameter is cut, None for one block.
     """
@@ -47,10 +49,12 @@ class Blocks(NamedTuple):
         """
         if self.split is None:
             return self.roles
-        once = tuple(
-            role for role, parts in zip(self.roles, self.split.parts) for _ in range(parts)
-        )
-        return once * (self.split.num_blocks // len(once))
+        sections, repeat = len(self.split.sizes), 1 if self.split.pooled else self.split.repeat
+        found: tuple[str, ...] = ()
+        for start in range(0, len(self.roles), sections):  # matrix by matrix, if they differ
+            of_matrix = zip(self.roles[start : start + sections], self.split.parts)
+            found += tuple(role for role, parts in of_matrix for _ in range(parts)) * repeat
+        return found * (self.split.num_blocks // len(found))
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless these blocks fit a parameter of `shape`."""
@@ -58,10 +62,11 @@ class Blocks(NamedTuple):
         if unknown or not self.roles:
             raise ValueError(f"Invalid roles={self.roles}. Must be among {', '.join(ROLES)}.")
         sections = 1 if self.split is None else len(self.split.sizes)
-        if len(self.roles) != sections:
+        stack = 1 if self.split is None else self.split.stack
+        if len(self.roles) not in (sections, sections * stack):
             raise ValueError(
                 f"Invalid roles={self.roles}. Must be one for each of the {sections} sections of "
-                "the split."
+                "the split" + (f", or for each of its {stack} matrices." if stack > 1 else ".")
             )
         if self.split is not None:
             self.split.check(shape)
@@ -69,10 +74,11 @@ class Blocks(NamedTuple):
     def hidden_matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
         """What a parameter of `shape` is to Muon: `(number, rows, columns)` of hidden matrices.
 
-        A stack of experts is a batch of matrices; any other tensor of more than two dimensions,
-        such as a 1x1 convolution, is one matrix with its later dimensions flattened. The matrices
-        of the sections of a split are parts of these. None stands for a parameter that is no hidden
-        matrix, such as an embedding, a norm or a vector.
+        A stack of experts is a batch of matrices. What has further dimensions, such as a 1x1
+        convolution or heads in a dimension of their own, is a matrix with its first and its last
+        dimensions flattened, so that it is as square as can be. The matrices of the sections of a
+        split are parts of these. None stands for a parameter that is no hidden matrix, such as an
+        embedding, a norm or a vector.
 
         Example:
             >>> Blocks(("mlp_in",), split=Split(1, (32,), (32,), stack=8)).hidden_matrices(
@@ -81,14 +87,15 @@ class Blocks(NamedTuple):
             (8, 32, 16)
             >>> Blocks(("query",)).hidden_matrices((64, 64, 1, 1))
             (1, 64, 64)
+            >>> Blocks(("query",), split=Split(1, (4,), (4,))).hidden_matrices((64, 4, 16))
+            (1, 64, 64)
             >>> Blocks(("norm",)).hidden_matrices((64,)) is None
             True
         """
         if not set(self.roles) <= MATRIX_ROLES or sum(size > 1 for size in shape) < 2:
             return None
         stack = 1 if self.split is None else self.split.stack
-        rows = shape[1] if stack > 1 else shape[0]
-        return stack, rows, torch.Size(shape).numel() // max(1, stack * rows)
+        return stack, *flattened(shape[1:] if stack > 1 else shape)
 
     def is_table(self, shape: tuple[int, ...]) -> bool:
         """Whether a parameter of `shape` is an embedding or a head with a block per row.
@@ -103,6 +110,17 @@ class Blocks(NamedTuple):
         """
         by_row = len(shape) == 2 and shape[0] == self.num_blocks and shape[0] >= shape[1]
         return by_row and set(self.roles) <= TABLE_ROLES
+
+
+def flattened(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the most nearly square matrix that a tensor of `shape` stores as such.
+
+    Example:
+        >>> flattened((64, 16)), flattened((64, 32, 1, 1)), flattened((4, 16, 64))
+        ((64, 16), (64, 32), (64, 64))
+    """
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    return min(cuts, key=lambda cut: (max(cut), -cut[0]))
 
 
 def to_plain(blocks: Blocks) -> tuple[Any, ...]:

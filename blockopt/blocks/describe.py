@@ -85,7 +85,7 @@ def _unit(entry: Blocks, role: str) -> str:
     split = entry.split
     if split is None:
         return "tensor"
-    section = entry.roles.index(role)
+    section = entry.roles.index(role) % len(split.sizes)
     if split.parts[section] == split.sizes[section] and not split.pooled:
         return "row"
     if split.parts[section] * (1 if split.pooled else split.repeat) > 1:

@@ -89,11 +89,13 @@ def block_groups(
 
 
 def per_block(values: list[Any], entry: Blocks) -> Tensor:
-    """One value for each section of a parameter, given to each block of that section."""
+    """One value for each role of a parameter, given to each block of that role."""
     if entry.split is None:
         return torch.tensor(values)
-    once = torch.tensor(values).repeat_interleave(torch.tensor(entry.split.parts))
-    return once.repeat(entry.num_blocks // len(once))
+    repeat = 1 if entry.split.pooled else entry.split.repeat
+    of_matrices = torch.tensor(values).view(-1, len(entry.split.sizes))
+    once = of_matrices.repeat_interleave(torch.tensor(entry.split.parts), dim=1).repeat(1, repeat)
+    return once.flatten().repeat(entry.num_blocks // once.numel())
 
 
 def by_name(values: Tensor, blocks: Mapping[str, Blocks]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from blockopt.blocks.blocks import Blocks
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
 from blockopt.blocks.overrides import EXAMPLE_HELPS
+from blockopt.blocks.split import block_numel
 from blockopt.blocks.watch import SeenInPass
 
 MOST_OTHER = 0.05  # share of the weights that may be `other` without a warning
@@ -47,11 +48,10 @@ def _roles_of(layout: Layout | Ambiguity | None) -> tuple[str, ...]:
 
 def _without_role(blocks: Blocks, shape: tuple[int, ...]) -> int:
     """How many entries of a parameter are `other`."""
-    split = blocks.split
-    if split is None or len(blocks.roles) == 1:
-        return math.prod(shape) if "other" in blocks.roles else 0
-    length = sum(size for role, size in zip(blocks.roles, split.sizes) if role == "other")
-    return math.prod(shape) * length // sum(split.sizes)
+    if "other" not in blocks.roles:
+        return 0
+    sizes = block_numel(shape, blocks.split).tolist()
+    return sum(size for role, size in zip(blocks.block_roles, sizes) if role == "other")
 
 
 def warn_of_others(

@@ -81,7 +81,7 @@ def maps_of(blocks: Blocks) -> Maps:
         return Maps(None, 0, 1)
     stack, first = (0, 1) if split.stack > 1 else (None, 0)
     other = 2 * first + 1 - split.dim
-    if "output" in blocks.roles:
+    if "output" in blocks.roles and "query" not in blocks.roles:  # both are in stacks of all four
         return Maps(stack, other, split.dim)
     return Maps(stack, split.dim, other)
 
@@ -93,7 +93,15 @@ def num_fused(blocks: Blocks) -> int:
 
 
 def new_input_state(parameter: Tensor, blocks: Blocks) -> dict[str, Tensor]:
-    """The state before the first step."""
+    """The state before the first step, empty if inputs or outputs have several dimensions.
+
+    So it is where heads have a dimension of their own.
+    """
+    plain = (
+        parameter.shape[2:].numel() == 1 if maps_of(blocks).stack is None else parameter.ndim == 3
+    )
+    if not plain:
+        return {}
     maps, number, device = maps_of(blocks), num_fused(blocks), parameter.device
     stack = 1 if maps.stack is None else parameter.shape[maps.stack]
     inputs = parameter.numel() // max(1, stack * parameter.shape[maps.out])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks
+from blockopt.blocks import Blocks, flattened
 from blockopt.optim.input_directions import maps_of
 
 # At a width of 128 the update of a square matrix then has the root mean square of AdamW's, 0.2.
@@ -60,7 +60,8 @@ def sections(parameter: Tensor, blocks: Blocks) -> list[Section]:
     """
     split = blocks.split
     if split is None:
-        return [Section(parameter[None], (1,) * (parameter.ndim + 1), parameter.shape[0])]
+        rows, _ = flattened(parameter.shape)
+        return [Section(parameter[None], (1,) * (parameter.ndim + 1), rows)]
     stacked = split.stack > 1
     x, dim = (parameter, split.dim) if stacked else (parameter[None], split.dim + 1)
     pieces = x.unflatten(dim, (split.repeat, -1)).split(split.sizes, dim=dim + 1)
@@ -70,7 +71,8 @@ def sections(parameter: Tensor, blocks: Blocks) -> list[Section]:
         scale_shape = [1] * view.ndim
         scale_shape[0] = x.shape[0] if stacked else 1
         scale_shape[dim : dim + 2] = 1 if split.pooled else split.repeat, parts
-        rows = split.repeat * size if dim == 1 else x.shape[1]
+        shape = [split.repeat * size if d == dim else x.shape[d] for d in range(1, x.ndim)]
+        rows, _ = flattened(shape)
         found.append(Section(view, tuple(scale_shape), rows))
     return found
 

@@ -73,3 +73,34 @@ def test_torch_attention_is_contiguous_like_phi3():
     assert found["in_proj_weight"].split == blockopt.Split(0, (size,) * 3, (HEADS,) * 3)
     unfused = blockopt.find_blocks(nn.MultiheadAttention(size, HEADS, kdim=WIDTH, vdim=WIDTH))
     assert [unfused[f"{x}_proj_weight"].roles for x in "qkv"] == [("query",), ("key",), ("value",)]
+
+
+QKV = ("query", "key", "value")
+SIZE = HEADS * HEAD_DIM
+STACKED = {
+    "outputs-first": ((3, SIZE, WIDTH), blockopt.Split(1, (SIZE,), (HEADS,), stack=3)),
+    "by-head": ((3, HEADS, HEAD_DIM, WIDTH), blockopt.Split(1, (HEADS,), (HEADS,), stack=3)),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw-block", "muon-block", "sgd"])
+@pytest.mark.parametrize("storage", STACKED)
+def test_matrices_of_different_roles_in_one_stack_are_updated_as_if_fused(storage, name):
+    shape, split = STACKED[storage]
+    fused = blockopt.Split(0, (SIZE,) * 3, (HEADS,) * 3)
+    results = []
+    for size, cut in (((3 * SIZE, WIDTH), fused), (shape, split)):
+        generator = torch.Generator().manual_seed(0)
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(size).double())
+        blocks = {"weight": blockopt.Blocks(QKV, None, cut)}
+        options = {"precondition": False} if "muon" in name else {}
+        optimizer = OPTIMIZERS[name](blockopt.param_groups(module, blocks), **options)
+        scales = torch.rand(3 * HEADS, generator=generator) + 0.5
+        optimizer.set_block_scales({"weight": scales})
+        for _ in range(3):
+            gradient = torch.randn(3 * SIZE, WIDTH, generator=generator).double()
+            module.weight.grad = gradient.view(size)
+            optimizer.step()
+        results.append(module.weight.detach().view(3 * SIZE, WIDTH))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
-from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
+from blockopt.blocks.watch.parameter_labels import ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import (
     Feeding,
     Side,
@@ -25,6 +25,7 @@ from blockopt.blocks.watch.probes import (
     stopped_at,
     strong,
 )
+from blockopt.blocks.watch.storage_order import Fed
 
 # A softmax, or what research code puts in its place; a softmax may also be written out.
 _BETWEEN = ("_softmax", "_safe_softmax", "softmax", "sigmoid", "relu")

@@ -28,6 +28,7 @@ from blockopt.blocks.watch.linear_maps import (
 from blockopt.blocks.watch.low_rank import label_factors
 from blockopt.blocks.watch.norms import norm_parameters
 from blockopt.blocks.watch.parallel_mlps import label_parallel_mlps
+from blockopt.blocks.watch.stacked_roles import with_outputs
 from blockopt.blocks.watch.storage_order import row_layout
 from blockopt.blocks.watch.two_factors import first_factors
 from blockopt.blocks.watch.without_softmax import calls_without_softmax
@@ -73,6 +74,7 @@ def layouts_of_pass(
             **_as_biases(biases.layouts()),
             **taking,
             **made,
+            **with_outputs(made, taking),
         }
         for linear in maps.values():
             attention |= _biases_like(linear, made, graph)

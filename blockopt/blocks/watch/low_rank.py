@@ -12,8 +12,9 @@ from torch import Tensor
 from blockopt.blocks.layouts import Layout, Layouts
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import LinearMap, parameters_of, walk_on
-from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels
+from blockopt.blocks.watch.parameter_labels import ParameterLabels
 from blockopt.blocks.watch.probes import Side, pull
+from blockopt.blocks.watch.storage_order import Fed
 
 
 def label_factors(

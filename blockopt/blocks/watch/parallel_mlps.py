@@ -21,8 +21,9 @@ from blockopt.blocks.watch.feed_forward import (
 )
 from blockopt.blocks.watch.forward_graph import Op
 from blockopt.blocks.watch.linear_maps import LinearMap, walk_back
-from blockopt.blocks.watch.parameter_labels import Fed, ParameterLabels, UnitLabels
+from blockopt.blocks.watch.parameter_labels import ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import Side
+from blockopt.blocks.watch.storage_order import Fed
 
 Unit = tuple[int, ...]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,16 +12,8 @@ from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
 from blockopt.blocks.split import Split
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Value
 from blockopt.blocks.watch.linear_maps import along_unit_axes, coordinates, parameters_of
-from blockopt.blocks.watch.storage_order import Label, are_equal, layout_of
-
-
-class Fed(NamedTuple):
-    """Something that a unit feeds, or is fed by: a head of an attention call in a role."""
-
-    role: str
-    call: int
-    row: Hashable
-
+from blockopt.blocks.watch.stacked_roles import StackedLabels
+from blockopt.blocks.watch.storage_order import Fed, Label, are_equal, layout_of
 
 UnitLabels = Mapping[tuple[int, ...], frozenset[Fed]]
 
@@ -41,6 +32,7 @@ class ParameterLabels:
         self._mixed: dict[Tensor, set[int]] = {}
         self._stacks: set[Tensor] = set()
         self._units: dict[Value, dict[tuple[int, ...], frozenset[Fed]]] = {}
+        self._by_matrix: dict[Tensor, StackedLabels] = {}
 
     def add(self, weight: Value, axes: tuple[int, ...], labels: UnitLabels) -> None:
         """Add the labels of the units of a weight, which its `axes` number."""
@@ -54,12 +46,25 @@ class ParameterLabels:
             sent = coordinates(weight, parameter)
             if parameter.ndim == 3 and _is_chosen(sent[0], axes):
                 self._stacks.add(parameter)
-            for dim, coordinate in enumerate(sent):
-                along = None if coordinate is None else along_unit_axes(coordinate, axes)
+            alongs = [None if c is None else along_unit_axes(c, axes) for c in sent]
+            self._add_by_matrix(parameter, alongs, labels)
+            for dim, along in enumerate(alongs):
                 if along is None:
                     by_dim.pop(dim, None)
                 elif dim in by_dim and not _spread(along, labels, by_dim[dim]):
                     mixed.add(dim)
+
+    def _add_by_matrix(
+        self, parameter: Tensor, alongs: list[Tensor | None], labels: UnitLabels
+    ) -> None:
+        first = alongs[0]
+        if parameter.ndim < 3 or first is None:
+            return
+        stack = self._by_matrix.setdefault(parameter, StackedLabels(parameter))
+        fed = [found for _, found in sorted(labels.items())]
+        for dim, along in enumerate(alongs):
+            if dim > 0 and along is not None:
+                stack.add(first, dim, along, fed)
 
     def units_of(self, weight: Value) -> UnitLabels:
         """The labels of the units of a weight, none if it has no labels."""
@@ -69,6 +74,10 @@ class ParameterLabels:
         """The layout of every parameter that has labels, an `Ambiguity` if they have no order."""
         found: Layouts = {}
         for parameter, by_dim in self._sets.items():
+            stack = self._by_matrix.get(parameter)
+            if stack is not None and (stacked := stack.layout(self._label)) is not None:
+                found[parameter] = stacked
+                continue
             labels = self._along_one_dimension(by_dim, self._mixed[parameter])
             if labels is not None:
                 dim, along = labels

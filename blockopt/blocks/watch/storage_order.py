@@ -11,6 +11,14 @@ from blockopt.blocks.layouts import Layout
 from blockopt.blocks.split import Split
 
 
+class Fed(NamedTuple):
+    """Something that a unit feeds, or is fed by: a head of an attention call in a role."""
+
+    role: str
+    call: int
+    row: Hashable
+
+
 class Label(NamedTuple):
     """The role of an entry along a dimension, and the block of that role that it belongs to."""
 

@@ -36,6 +36,7 @@ RESEARCH = {
     "experts": (layers.Experts, features, layers.EXPERTS),
     "scanned": (storage.Scanned, features, storage.SCANNED),
     "mapped": (storage.Mapped, features, storage.MAPPED),
+    "in-one-stack": (storage.InOneStack, features, storage.IN_ONE_STACK),
     "differential": (kinds.Differential, features, kinds.DIFFERENTIAL),
     "talking-heads": (kinds.TalkingHeads, features, kinds.TALKING_HEADS),
     "complex-rotary": (kinds.ComplexRotary, features, kinds.COMPLEX_ROTARY),

@@ -266,3 +266,35 @@ class Mapped(nn.Module):
 
 
 MAPPED = {**STACKED_HEADS, "four": stack_of_heads("output", DH)}
+
+
+class InOneStack(nn.Module):
+    """Queries, keys and values stacked, once as matrices and once by head; then all four maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.V = matrix(3, D, D), matrix(D, D)
+        self.X, self.Y = matrix(3, H, DH, D), matrix(H, DH, D)
+        self.Z = matrix(4, D, D)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attend(*((x @ w).unflatten(-1, (H, DH)).transpose(1, 2) for w in self.W))
+        x = x + y.transpose(1, 2).flatten(2) @ self.V
+        y = self.attend(*torch.einsum("btd,chkd->cbhtk", x, self.X))
+        x = x + torch.einsum("bhtk,hkd->btd", y, self.Y)
+        *into, out = self.Z
+        y = self.attend(*(F.linear(x, w).unflatten(-1, (H, DH)).transpose(1, 2) for w in into))
+        return x + F.linear(y.transpose(1, 2).flatten(2), out)
+
+
+QKV = ("query", "key", "value")
+IN_ONE_STACK = {
+    "W": Blocks(QKV, None, Split(2, (D,), (H,), stack=3)),
+    "V": by_head("output"),
+    "X": Blocks(QKV, None, Split(1, (H,), (H,), stack=3)),
+    "Y": stack_of_heads("output", DH),
+    "Z": Blocks((*QKV, "output"), None, Split(1, (D,), (1,), stack=4)),
+}
