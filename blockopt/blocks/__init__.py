@@ -14,7 +14,7 @@ from blockopt.blocks.describe import describe
 from blockopt.blocks.find import checked_blocks, find_blocks
 from blockopt.blocks.groups import BlockGroup, Level, block_groups, by_name, per_block, sum_groups
 from blockopt.blocks.linear_maps import is_named, read_linear
-from blockopt.blocks.overrides import UnknownBlocksError, as_text, parse_override
+from blockopt.blocks.overrides import UnknownBlocksError, as_text, parse_override, pattern_of
 from blockopt.blocks.param_groups import param_groups
 from blockopt.blocks.split import (
     Split,
@@ -51,6 +51,7 @@ __all__ = [
     "is_named",
     "param_groups",
     "parse_override",
+    "pattern_of",
     "per_block",
     "read_linear",
     "sum_groups",

@@ -12,6 +12,8 @@ from blockopt.blocks.find import find_blocks
 from blockopt.blocks.split import block_numel
 from blockopt.tables import aligned
 
+WITH_HEADS = ("query", "key", "value", "output", "gate")
+
 
 def describe(
     model: nn.Module, blocks: Mapping[str, Blocks] | None = None, *, by_layer: bool = False
@@ -62,9 +64,8 @@ def describe(
         row = found[key]
         held = sum(row.entries)
         counts = (f"{sum(row.blocks):,}", f"{held:,}", f"{held / total:.1%}")
-        update = "several" if len(row.updates) > 1 else next(iter(row.updates))
-        units = "/".join(sorted(row.units))
-        rows.append((key[0], _layer_range(row.layers), *counts, units, update))
+        units, updates = ("/".join(sorted(found)) for found in (row.units, row.updates))
+        rows.append((key[0], _layer_range(row.layers), *counts, units, updates))
     number = sum(sum(row.blocks) for row in found.values())
     rows.append(("total", "", f"{number:,}", f"{total:,}", "100.0%", "", ""))
     return "\n".join(line.rstrip() for line in aligned(rows).splitlines())
@@ -87,7 +88,8 @@ def _unit(entry: Blocks, role: str) -> str:
         return "tensor"
     section = entry.roles.index(role) % len(split.sizes)
     if split.parts[section] == split.sizes[section] and not split.pooled:
-        return "row"
+        by_head = role in WITH_HEADS and split.parts[section] * split.repeat > 1
+        return "head" if by_head else "row"  # where heads have a dimension of their own
     if split.parts[section] * (1 if split.pooled else split.repeat) > 1:
         return "head"
     return "matrix" if split.stack > 1 else "tensor"

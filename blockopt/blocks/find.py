@@ -224,20 +224,24 @@ def _last_number(attribute: str) -> int | None:
 
 
 def _layer(name: str, layers: Mapping[str, int | None]) -> int | None:
-    """The number of the first layer that a name goes through, or else its first number.
+    """The number of the first layer that a name goes through.
+
+    In a model that lists no layers, it is the first number in the name.
 
     Args:
         name: Of a parameter.
         layers: The numbers of the layers of the model by their paths.
     """
     parts = name.split(".")
-    inside = (layers.get(".".join(parts[:i])) for i in range(1, len(parts)))
+    if layers:
+        paths = (".".join(parts[:i]) for i in range(1, len(parts)))
+        return next((layers[path] for path in paths if path in layers), None)
     numbers = (
         int(part)
         for before, part in zip(("", *parts), parts)
         if part.isdecimal() and not _numbers_parts(before)
     )
-    return next((n for n in (*inside, *numbers) if n is not None), None)
+    return next(numbers, None)
 
 
 def _without_wrappers(name: str) -> str:

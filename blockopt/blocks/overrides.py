@@ -101,12 +101,12 @@ class UnknownBlocksError(ValueError):
         self, unknown: Mapping[str, Ambiguity], shapes: Shapes, may_watch: bool = True
     ) -> None:
         groups: dict[tuple[str, Ambiguity], list[str]] = {}
-        alike = [(_pattern(name), ambiguity) for name, ambiguity in unknown.items()]
+        alike = [(pattern_of(name), ambiguity) for name, ambiguity in unknown.items()]
         several = {
             pattern for pattern, _ in alike if len({a for p, a in alike if p == pattern}) > 1
         }
         for (name, ambiguity), (pattern, _) in zip(unknown.items(), alike):
-            key = _pattern(name, 1) if pattern in several else pattern
+            key = pattern_of(name, 1) if pattern in several else pattern
             groups.setdefault((key, ambiguity), []).append(name)
         self.overrides: dict[str, Blocks] = {}
         lines = []
@@ -139,8 +139,8 @@ def python(blocks: Blocks) -> str:
     return f"Blocks({blocks.roles}, split={blocks.split})"
 
 
-def _pattern(name: str, indices: int | None = None) -> str:
-    """The name with its layer index replaced by `*`, so that one override serves all layers.
+def pattern_of(name: str, indices: int | None = None) -> str:
+    """The name with the indices in it replaced by `*`, so that one override serves all layers.
 
     Args:
         name: The name of a parameter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from blockopt.blocks.blocks import Blocks
 from blockopt.blocks.layouts import Ambiguity, Layout, Layouts
-from blockopt.blocks.overrides import EXAMPLE_HELPS
+from blockopt.blocks.overrides import EXAMPLE_HELPS, pattern_of
 from blockopt.blocks.split import block_numel
 from blockopt.blocks.watch import SeenInPass
 
@@ -69,18 +70,25 @@ def warn_of_others(
     if share <= MOST_OTHER or model in _warned:
         return
     _warned.add(model)
-    kinds: dict[str, int] = {}
+    alike: dict[str, list[str]] = {}
     for name in others:
-        holder = model.get_submodule(name.rpartition(".")[0])
-        kinds[type(holder).__name__] = kinds.get(type(holder).__name__, 0) + sizes[name]
-    largest = sorted(kinds, key=kinds.__getitem__, reverse=True)[:3]
-    example = max(others, key=sizes.__getitem__)
+        alike.setdefault(pattern_of(name), []).append(name)
+    held = {pattern: sum(sizes[name] for name in names) for pattern, names in alike.items()}
+    largest = sorted(held, key=held.__getitem__, reverse=True)[:3]
+    shown = (f"{p!r} ({_kind(model, alike[p][0])}, {held[p] / total:.0%})" for p in largest)
+    named = [name for name in blocks if fnmatchcase(name, largest[0])]
+    to_override = largest[0] if named == alike[largest[0]] else alike[largest[0]][0]
     warnings.warn(
         f"{share:.0%} of the weights of {type(model).__name__} have no role in a transformer, most "
-        f"of them in {', '.join(largest)}, such as {example!r}. They are `other`: BlockMuon takes "
-        "AdamW for them, and BlockLR gives all of them one scale. If they have a role, say so: "
-        f"find_blocks(model, overrides={{{example!r}: 'mlp_in'}})."
+        f"of them in {', '.join(shown)}. They are `other`: BlockMuon takes AdamW for them, and "
+        "BlockLR gives all of them one scale. If they have a role, say so: "
+        f"find_blocks(model, overrides={{{to_override!r}: 'mlp_in'}})."
         + (EXAMPLE_HELPS if seen is None else "")
         + (NO_ATTENTION if seen is not None and not seen.attends else ""),
         stacklevel=3,
     )
+
+
+def _kind(model: nn.Module, name: str) -> str:
+    """The type of the module that holds a parameter."""
+    return type(model.get_submodule(name.rpartition(".")[0])).__name__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockopt.blocks import MATRIX_ROLES, Blocks
+from blockopt.blocks import MATRIX_ROLES, Blocks, pattern_of
 from blockopt.checks import check_count, check_range
 from blockopt.optim.adamw import check_adamw_options, new_adamw_state
 from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
@@ -154,12 +154,15 @@ class BlockMuon(BlockOptimizer):
     def _warn_of_missed_matrices(self) -> None:
         if self.muon_share >= 0.9:
             return
-        missed = self._hidden_entries()[1]
+        missed: dict[str, int] = {}
+        for name, entries in self._hidden_entries()[1].items():
+            missed[pattern_of(name)] = missed.get(pattern_of(name), 0) + entries
         largest = sorted(missed, key=lambda name: -missed[name])[:3]
         warnings.warn(
             f"BlockMuon orthogonalizes {self.muon_share:.0%} of the entries of the hidden matrices "
-            f"and updates the others as AdamW does, the largest being {', '.join(largest)}. Their "
-            "role is not known: give it in param_groups(model, find_blocks(model, overrides=...)).",
+            f"and updates the others as AdamW does, most of them in {', '.join(largest)}. Their "
+            "role is not known. A forward pass may tell it: param_groups(model, example=batch). Or "
+            "give it: param_groups(model, find_blocks(model, overrides=...)).",
             stacklevel=3,
         )
 

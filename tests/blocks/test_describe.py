@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from blockopt import describe, find_blocks
+from blockopt import Blocks, Split, describe, find_blocks
 from blockopt.blocks import ROLES
 from blockopt.cli import main
 from tests.helpers import ROOT
@@ -34,7 +34,7 @@ def parse(table):
     """The rows of a table without header and total, and the total."""
     header, *lines, total = table.splitlines()
     assert header.split(maxsplit=5)[:5] == ["role", "layer", "blocks", "parameters", "share"]
-    assert header.endswith("scale of a  BlockMuon")
+    assert header.split()[-4:] == ["scale", "of", "a", "BlockMuon"]
     rows = []
     for line in lines:
         role, *layer, blocks, parameters, share, _, _ = line.split()
@@ -239,6 +239,16 @@ def test_the_command_watches_a_pass(config_folder, capsys, tmp_path):
     )
     with pytest.raises(SystemExit, match="Wav2Vec2Model takes input_values"):
         main(["describe", str(tmp_path / "audio"), "--watch"])
+
+
+def test_heads_in_a_dimension_of_their_own_are_heads_and_both_updates_of_a_role_are_shown():
+    model = nn.Module()
+    model.heads = nn.Parameter(torch.zeros(8, 2, 4))
+    model.table, model.few = nn.Embedding(9, 8), nn.Embedding(3, 8)
+    blocks = find_blocks(model, overrides={"heads": Blocks(("query",), split=Split(1, (2,), (2,)))})
+    lines = {line.split()[0]: line.split()[-2:] for line in describe(model, blocks).splitlines()}
+    assert lines["query"] == ["head", "Muon"]
+    assert lines["embedding"] == ["row", "AdamW/whitened"]
 
 
 def test_a_folder_without_a_config_fails_clearly(tmp_path):

@@ -71,4 +71,4 @@ def test_layer_is_the_index_into_the_list_of_layers():
     )
     blocks = find_blocks(nn.Sequential(encoder, nn.Linear(16, 2)))
     assert blocks["0.layers.2.self_attn.out_proj.weight"].layer == 2
-    assert blocks["1.weight"].layer == 1
+    assert blocks["1.weight"].layer is None

@@ -117,7 +117,7 @@ def test_it_says_what_share_of_the_hidden_matrices_it_takes():
     known, unknown = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(4, 4))
     blocks = [to_plain(Blocks(("query",))), to_plain(Blocks(("other",)))]
     group = {"params": [("known", known), ("unknown", unknown)], "blocks": blocks}
-    with pytest.warns(UserWarning, match=r"80% of the entries.*unknown"):
+    with pytest.warns(UserWarning, match=r"80% of the entries.*unknown\. .*example=batch"):
         optimizer = blockopt.BlockMuon([group])
     assert optimizer.muon_share == pytest.approx(0.8)
     with warnings.catch_warnings():
