@@ -135,7 +135,7 @@ def find_blocks(
     if example is not None:
         seen = layouts_of_pass(model, example, per_head=per_head, per_row=per_row)
         warn_of_unseen_attention(found, seen, names, chosen)
-        found = reconcile(found, seen.layouts, names, chosen)
+        found = reconcile(found, seen.layouts, seen.shared_roles, names, chosen)
     blocks: dict[str, Blocks] = {}
     unknown: dict[str, Ambiguity] = {}
     for parameter, name in names.items():

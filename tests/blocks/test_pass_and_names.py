@@ -13,10 +13,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # Indexers of sparse attention run without gradients; rectified gates shut many units; what Mamba
-# selects by is no MLP; a backbone has no head; experts of attention make queries.
+# selects by is no MLP; a backbone has no head; experts of attention make queries; Zaya adds queries
+# to keys, and keys to queries.
 FAMILIES = (
     *("deepseek_v32", "glm_moe_dsa", "glm5_next", "bitnet", "olmo_hybrid", "pop2piano"),
-    *("falcon_mamba", "glpn", "jetmoe"),
+    *("falcon_mamba", "glpn", "jetmoe", "zaya", "granite_swa"),
 )
 MATRICES = {"query", "key", "value", "output", "gate", "mlp_in", "mlp_gate", "mlp_out", "head"}
 

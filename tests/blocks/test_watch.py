@@ -132,6 +132,15 @@ def test_a_pass_that_fails_leaves_no_trace():
     torch.testing.assert_close(state_of(model), before, rtol=0, atol=0)
 
 
+def test_weights_that_start_at_zero_hide_nothing():
+    model, (_, example, expected) = research_model("rotary-grouped"), RESEARCH["rotary-grouped"]
+    for scale in (model.n2.weight, model.p4.weight):
+        nn.init.zeros_(scale)
+    before = state_of(model)
+    assert find_blocks(model, example=example()) == expected
+    torch.testing.assert_close(state_of(model), before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_under_autocast_and_without_gradients_the_answer_is_the_same():
     model, expected = research_model("letters"), RESEARCH["letters"][2]
     with torch.no_grad():
@@ -295,4 +304,13 @@ def test_groups_of_a_model_that_names_do_not_explain_train_it():
 def test_one_block_is_no_disagreement_with_one_block():
     weight = torch.zeros(4, 4)
     said, seen = Layout(("value",), None), Layout(("value",), Split(0, (4,), (1,)))
-    assert reconcile({weight: said}, {weight: seen}, {weight: "v"}, ()) == {weight: said}
+    assert reconcile({weight: said}, {weight: seen}, {}, {weight: "v"}, ()) == {weight: said}
+
+
+def test_names_decide_where_a_weight_makes_both_queries_and_keys():
+    weight, split = torch.zeros(4, 4), Split(0, (4,), (2,))
+    said, seen = Layout(("key",), split), Layout(("query",), split)
+    shared = {weight: {"query", "key"}}
+    assert reconcile({weight: said}, {weight: seen}, shared, {weight: "k"}, ()) == {weight: said}
+    with pytest.warns(UserWarning, match="say another thing"):
+        reconcile({weight: said}, {weight: seen}, {}, {weight: "k"}, ())

@@ -229,6 +229,7 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
     with ExitStack() as stack:
         stack.enter_context(preserved_state(model))
         stack.enter_context(_everything_requires_grad(model))
+        stack.enter_context(_nothing_is_zero(model))
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
         with (
@@ -289,3 +290,20 @@ def _everything_requires_grad(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def _nothing_is_zero(model: nn.Module) -> Iterator[None]:
+    """Let parameters that start at zero have small values, since nothing flows through zeros.
+
+    So start adapters, gates of branches and some scales of keys.
+    """
+    zeros = [p for p in model.parameters() if p.is_floating_point() and not p.detach().any()]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in zeros:  # through `data`, so that its version stays
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.data.zero_()

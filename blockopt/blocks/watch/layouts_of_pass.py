@@ -39,11 +39,13 @@ class SeenInPass(NamedTuple):
 
     Attributes:
         layouts: The layouts of the parameters that it explains.
+        shared_roles: The roles of those that have several, of which layouts tell one.
         multiplied: The parameters that activations are multiplied by, explained or not.
         attends: Whether there was any attention.
     """
 
     layouts: Layouts
+    shared_roles: dict[Tensor, set[str]]
     multiplied: list[Tensor]
     attends: bool
 
@@ -108,7 +110,7 @@ def layouts_of_pass(
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found
         multiplied = {p: None for parameters in users.values() for p in parameters}
-    return SeenInPass(found, list(multiplied), bool(calls))
+    return SeenInPass(found, weights.shared_roles(), list(multiplied), bool(calls))
 
 
 def _check_calls(calls: list[AttentionCall]) -> None:

@@ -90,6 +90,18 @@ class ParameterLabels:
                 found[parameter] = layout or _no_order(along)
         return found
 
+    def shared_roles(self) -> dict[Tensor, set[str]]:
+        """The roles of parameters all of whose entries have several, as if queries were also keys.
+
+        Which one comes first in `layouts` is no more than a choice.
+        """
+        found = {}
+        for parameter, by_dim in self._sets.items():
+            entries = [{f.role for f in fed} for sets in by_dim.values() for fed in sets if fed]
+            if entries and len(roles := set.intersection(*entries)) > 1:
+                found[parameter] = roles
+        return found
+
     def _along_one_dimension(
         self, by_dim: dict[int, list[set[Fed]]], mixed: set[int]
     ) -> tuple[int, list[Label]] | None:

@@ -18,6 +18,7 @@ _PROVEN = {
 def reconcile(
     by_names: Layouts,
     in_pass: Layouts,
+    shared_roles: Mapping[Any, Collection[str]],
     names: Mapping[Any, str],
     settled: Collection[str],
 ) -> Layouts:
@@ -29,6 +30,7 @@ def reconcile(
     Args:
         by_names: The layouts that the names of modules give.
         in_pass: The layouts that the pass shows.
+        shared_roles: The roles of parameters that have several, between which names decide.
         names: The name of every parameter that counts.
         settled: The names of those that have an override.
     """
@@ -41,7 +43,11 @@ def reconcile(
             continue
         if said is None or isinstance(said, Ambiguity):
             result[parameter] = seen
-        elif isinstance(seen, Ambiguity) or _is_one_block(said, seen):
+        elif (
+            isinstance(seen, Ambiguity)
+            or _is_one_block(said, seen)
+            or (said.split == seen.split and {*said.roles} <= {*shared_roles.get(parameter, ())})
+        ):
             continue
         elif (said.roles, seen.roles) == (("router",), ("gate",)):
             continue  # what weighs several adapters of an output also gates it
