@@ -45,10 +45,13 @@ def calls_without_softmax(
 
 
 def _made_by(value: Value, maps: dict[Op, LinearMap], outputs: set[Value]) -> Op | None:
-    """The one product of activations that a factor is made of, None if there is more or less."""
+    """The one product of activations that a factor is made of, None if there is more or less.
+
+    Beside it there may be maps, which say how fast the past fades.
+    """
     made_of = list(walk_back(value, maps))
     products = [v for v in made_of if v.op and v.op.multiplies_activations and v.tensor.numel()]
-    alone = len(products) == 1 and not any(v.op in maps for v in made_of)
+    alone = len(products) == 1 and products[0].op not in maps
     return products[0].op if alone and outputs.isdisjoint(products) else None
 
 
@@ -82,7 +85,9 @@ def _read(
         value, result = Operand(other, summed), Operand(op.outputs[0], summed)
         if not _is_of_tokens(other, stays, maps):
             return None
-    return AttentionCall([("query", query), ("key", key), ("value", value)], result)
+    gates = Operand(product, last)  # of maps that enter it elsewhere than by its factors
+    operands = [("query", query), ("key", key), ("value", value), ("gate", gates)]
+    return AttentionCall(operands, result)
 
 
 def _is_of_tokens(value: Value, axis: int, maps: dict[Op, LinearMap]) -> bool | None:

@@ -57,6 +57,7 @@ RESEARCH = {
     "sets": (low_rank.Sets, features, low_rank.SETS),
     "biases": (low_rank.Biases, features, low_rank.BIASES),
     "retention": (without_softmax.Retention, features, without_softmax.RETENTION),
+    "forgetting": (without_softmax.Forgetting, features, without_softmax.FORGETTING),
     "linear-attention": (without_softmax.LinearAttention, features, without_softmax.LINEAR),
     "efficient-attention": (without_softmax.Efficient, features, without_softmax.EFFICIENT),
 }

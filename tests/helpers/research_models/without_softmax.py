@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockopt import Blocks, Split
 from tests.helpers.expected_blocks import cut, rows
 from tests.helpers.research_models.attention_kinds import in_heads
 from tests.helpers.research_models.layers import FUSED
@@ -82,4 +83,29 @@ EFFICIENT = {
     "k.weight": by_head("key"),
     "q.weight": by_head("query"),
     "t.weight": by_head("output", dim=1),
+}
+
+
+class Forgetting(nn.Module):
+    """Scores that fade as fast as gates of each token say, as in the memory of an xLSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.o, self.z = (nn.Linear(D, n, bias=False) for n in (3 * D, D, D))
+        self.f = nn.Linear(D, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (in_heads(y) for y in self.m(x).chunk(3, dim=-1))
+        kept = F.logsigmoid(self.f(x)).mT.cumsum(dim=-1)  # (B, H, T)
+        fading = (kept.unsqueeze(-1) - kept.unsqueeze(-2)).exp().tril()
+        y = (q @ k.mT * fading) @ v
+        return x + self.o(self.z(x).sigmoid() * y.transpose(1, 2).flatten(2))
+
+
+FORGETTING = {
+    "m.weight": FUSED,
+    "o.weight": by_head("output", dim=1),
+    "z.weight": by_head("gate"),
+    "f.weight": by_head("gate", size=H),
+    "f.bias": Blocks(("bias",), None, Split(0, (H,), (H,))),
 }
