@@ -15,6 +15,8 @@ from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import LinearMap, walk_back
 from blockopt.blocks.watch.probes import Side, pull
 
+_SUMS = ("add", "sub", "cat", "stack", "lerp")
+
 
 def calls_without_softmax(
     graph: ForwardGraph, maps: dict[Op, LinearMap], calls: Collection[AttentionCall]
@@ -47,12 +49,22 @@ def calls_without_softmax(
 def _made_by(value: Value, maps: dict[Op, LinearMap], outputs: set[Value]) -> Op | None:
     """The one product of activations that a factor is made of, None if there is more or less.
 
-    Beside it there may be maps, which say how fast the past fades.
+    It may be multiplied by what maps make, which say how fast the past fades, and added to nothing.
     """
     made_of = list(walk_back(value, maps))
     products = [v for v in made_of if v.op and v.op.multiplies_activations and v.tensor.numel()]
-    alone = len(products) == 1 and products[0].op not in maps
-    return products[0].op if alone and outputs.isdisjoint(products) else None
+    if len(products) != 1 or products[0].op in maps or not outputs.isdisjoint(products):
+        return None
+    added = any(v.op and v.op.name in _SUMS and _adds(v.op, products[0], maps) for v in made_of)
+    return None if added else products[0].op
+
+
+def _adds(op: Op, product: Value, maps: dict[Op, LinearMap]) -> bool:
+    """Whether an operation adds what is made of a product to what maps make."""
+    parts = [set(walk_back(value, maps)) for value in op.activations]
+    of_product = [product in part for part in parts]
+    of_maps = [any(v.op in maps for v in part) for part in parts]
+    return any(of_product) and any(m and not p for m, p in zip(of_maps, of_product))
 
 
 def _read(
