@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from blockopt.blocks import Blocks, UnknownBlocksError, block_numel, find_blocks
+from blockopt.blocks import Blocks, UnknownBlocksError, block_numel, find_blocks, per_block
 from tests.helpers import ROOT
 from tests.helpers.models import timm_vision_transformer
 
@@ -142,10 +142,11 @@ def role_shares(model: nn.Module, blocks: dict[str, Blocks]) -> dict[str, float]
     totals: dict[str, int] = {}
     parameters = dict(model.named_parameters())
     for name, entry in blocks.items():
-        parameter = parameters[name]
-        sections = block_numel(tuple(parameter.shape), entry.split).tolist()
-        for role, numel in zip(entry.block_roles, sections):
-            totals[role] = totals.get(role, 0) + numel
+        numel = block_numel(tuple(parameters[name].shape), entry.split)
+        numbers = per_block(list(range(len(entry.roles))), entry)
+        sums = torch.bincount(numbers, weights=numel.double()).tolist()
+        for role, total in zip(entry.roles, sums):
+            totals[role] = totals.get(role, 0) + int(total)
     total = sum(totals.values())
     shares = {role: round(100 * totals[role] / total, 1) for role in sorted(totals)}
     return {role: share for role, share in shares.items() if share >= 0.1}

@@ -6,7 +6,7 @@ one that went through the activation function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -181,12 +181,36 @@ def reached_units(side: Side, tensor: Tensor, cotangent: Tensor) -> Tensor:
     return sizes > 1e-6 * sizes.max()
 
 
-def routers(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[LinearMap]:
-    """Linear maps whose largest results choose, as among experts."""
+def routers(
+    graph: ForwardGraph, maps: dict[Op, LinearMap], outs: Collection[LinearMap]
+) -> list[LinearMap]:
+    """Linear maps whose results choose or weigh, as among experts.
+
+    Args:
+        graph: The pass.
+        maps: Its linear maps.
+        outs: Those out of MLPs, whose results a softmax may weigh.
+    """
     found: dict[LinearMap, None] = {}
     for op in graph.ops:
-        made_by = [v.op for v in walk_back(op.inputs[0], maps) if v.op] if op.name == "topk" else []
-        # Products of activations choose what sparse attention attends to.
-        if not any(made.multiplies_activations for made in made_by):
-            found |= {maps[made]: None for made in made_by if made in maps}
+        chosen: list[Value] = op.inputs[:1] if op.name == "topk" else []
+        if op.multiplies_activations or (op.name == "mul" and len(op.activations) == 2):
+            left, right = op.activations[:2] if len(op.activations) > 1 else (None, None)
+            for weights, values in ((left, right), (right, left)):
+                if weights and values and _is_weighed(weights, values, maps, outs):
+                    chosen.append(weights)
+        for value in chosen:
+            made_by = [v.op for v in walk_back(value, maps) if v.op]
+            # Products of activations choose what sparse attention attends to.
+            if not any(made.multiplies_activations for made in made_by):
+                found |= {maps[made]: None for made in made_by if made in maps}
     return list(found)
+
+
+def _is_weighed(
+    weights: Value, values: Value, maps: dict[Op, LinearMap], outs: Collection[LinearMap]
+) -> bool:
+    """Whether a softmax made one factor of a product, and MLPs the other."""
+    made_of = walk_back(weights, maps)
+    softmax = any(v.op and v.op.name in ("_softmax", "softmax") for v in made_of)
+    return softmax and any(v.op in maps and maps[v.op] in outs for v in walk_back(values, maps))

@@ -95,17 +95,20 @@ def layouts_of_pass(
         for linear in out_of_parallel:
             taken.add(linear)
             found = _row_layouts(linear, ["mlp_out"] * linear.out_size, graph, per_row) | found
+        outs = set()
         for mlp in feed_forwards(maps, taken):
+            outs.add(mlp.out)
             taken |= {mlp.out, *(linear for linear, _ in mlp.into)}
             for linear, role in mlp.factors:
                 taken.add(linear)
                 found = _whole(users[linear], role) | found
             for linear, roles in (*mlp.into, (mlp.out, ["mlp_out"] * mlp.out.out_size)):
                 found = _row_layouts(linear, roles, graph, per_row) | found
-        for linear in routers(graph, maps):
+        for linear in routers(graph, maps, outs):
             if linear not in taken:
                 taken.add(linear)
-                found = _row_layouts(linear, ["router"] * linear.out_size, graph, per_row) | found
+                rows = _row_layouts(linear, ["router"] * linear.out_size, graph, per_row)
+                found = _whole(users[linear], "router") | rows | found
         found = _ends(graph, maps, taken, bool(calls), per_row) | found
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found

@@ -34,6 +34,7 @@ RESEARCH = {
     "gated": (kinds.Gated, features, kinds.GATED),
     "convolved": (kinds.Convolved, features, kinds.CONVOLVED),
     "experts": (layers.Experts, features, layers.EXPERTS),
+    "soft-experts": (layers.SoftExperts, features, layers.SOFT_EXPERTS),
     "scanned": (storage.Scanned, features, storage.SCANNED),
     "mapped": (storage.Mapped, features, storage.MAPPED),
     "in-one-stack": (storage.InOneStack, features, storage.IN_ONE_STACK),

@@ -332,3 +332,29 @@ PATCHES = {
     **inside("layer"),
     **with_bias("end", rows("head", 7)),
 }
+
+
+class SoftExperts(Attending):
+    """Experts of weighted means of tokens: a softmax over tokens, and one over experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.s, self.u, self.v = matrix(D, 2), matrix(2, D, HIDDEN), matrix(2, HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.w2(self.attend(self.w1(x)))
+        scores = x @ self.s
+        means = torch.einsum("btd,bte->bed", x, scores.softmax(dim=1))
+        y = torch.einsum("bed,edf->bef", means, self.u)
+        y = torch.einsum("bef,efd->bed", F.gelu(y), self.v)
+        return x + torch.einsum("bed,bte->btd", y, scores.softmax(dim=2))
+
+
+SOFT_EXPERTS = {
+    "w1.weight": FUSED,
+    "w2.weight": by_head("output", dim=1),
+    "s": rows("router", 2, dim=1),
+    "u": Blocks(("mlp_in",), None, Split(2, (HIDDEN,), (HIDDEN,), stack=2)),
+    "v": Blocks(("mlp_out",), None, Split(2, (D,), (D,), stack=2)),
+}
