@@ -65,3 +65,33 @@ def test_flex_attention_in_a_pass_is_refused_and_names_work():
     with pytest.raises(ValueError, match=r"flex_attention, .*F\.scaled_dot_product_attention"):
         find_blocks(model, example=torch.randn(2, 5, D))
     assert find_blocks(model)["o_proj.weight"] == cut(1, output=(D, H))
+
+
+class Merged(nn.Module):
+    """An adapter whose factors are multiplied before they meet an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / 4, requires_grad=False)
+        self.lora_A, self.lora_B = nn.Parameter(torch.rand(2, D)), nn.Parameter(torch.zeros(D, 2))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight + self.lora_B @ self.lora_A)
+
+
+class Adapted(RecurrentAttention):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Merged() for _ in range(4))
+
+    def forward(self, x):
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (m(x).unflatten(-1, (H, -1)).transpose(1, 2) for m in maps)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def test_merged_factors_are_a_part_of_what_the_pass_shows():
+    found = find_blocks(Adapted(), example=torch.randn(2, 5, D))  # a warning is an error
+    assert found["k_proj.lora_B"] == cut(0, key=(D, H))
+    assert found["k_proj.lora_A"].roles == ("key",)

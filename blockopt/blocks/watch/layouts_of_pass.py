@@ -40,7 +40,8 @@ class SeenInPass(NamedTuple):
     Attributes:
         layouts: The layouts of the parameters that it explains.
         shared_roles: The roles of those that have several, of which layouts tell one.
-        multiplied: The parameters that activations are multiplied by, explained or not.
+        multiplied: The parameters that activations are multiplied by, explained or not. Left out
+            are those that are a part of an explained weight, such as factors that are merged.
         attends: Whether there was any attention.
     """
 
@@ -112,7 +113,13 @@ def layouts_of_pass(
         found = _ends(graph, maps, taken, bool(calls), per_row) | found
         for linear in maps.values():
             found = _whole_biases(linear, graph) | found
-        multiplied = {p: None for parameters in users.values() for p in parameters}
+        multiplied = {
+            parameter: None
+            for linear, parameters in users.items()
+            for parameter in parameters
+            if linear.input.kind == "activation"
+            if parameter in found or found.keys().isdisjoint(parameters)
+        }
     return SeenInPass(found, weights.shared_roles(), list(multiplied), bool(calls))
 
 
