@@ -51,7 +51,8 @@ def main() -> None:
     ]
     show(rows, console)
     data = study.data.source.rstrip("/").rsplit("/", 1)[-1]
-    title = f"GPT-2 of {options.size}, {data}, {study.steps:,} steps, {options.seeds} seeds"
+    seeds = "1 seed" if options.seeds == 1 else f"{options.seeds} seeds"
+    title = f"GPT-2 of {options.size}, {data}, {study.steps:,} steps, {seeds}"
     about = {"title": title, "learning rates": role_scales.OPTIMIZERS, **provenance()}
     found = {"about": about, "rows": [{n: v for n, v in row.items() if v == v} for row in rows]}
     if options.signals:
