@@ -19,6 +19,9 @@ SECOND_MOMENTS = ("coordinate", "block", "whitened")
 # Whitened tables take steps of this many learning rates. They bear the step that Muon's matrices
 # do, whose best learning rate is three times that of AdamW's.
 TABLE_STEP = 3.0
+# Columns of the sketch that whitens a table. Of 128 columns 16, 32, 64 and all end at 4.070, 4.044,
+# 3.988 and 3.978 (1M parameters, 1,200 steps, one seed).
+TABLE_PROBES = 64
 
 
 class BlockAdamW(BlockOptimizer):
@@ -104,7 +107,7 @@ class BlockAdamW(BlockOptimizer):
     def _new_state(
         self, parameter: Tensor, blocks: Blocks, group: dict[str, Any]
     ) -> dict[str, Any]:
-        return new_adamw_state(parameter, blocks, group)
+        return new_adamw_state(parameter, blocks, group, TABLE_PROBES)
 
     def _needs_shapes(self, group: dict[str, Any]) -> bool:
         return bool(group["second_moment"] != "coordinate")
@@ -131,10 +134,12 @@ def check_adamw_options(group: dict[str, Any]) -> None:
     check_choice("second_moment", group["second_moment"], SECOND_MOMENTS)
 
 
-def new_adamw_state(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> dict[str, Any]:
+def new_adamw_state(
+    parameter: Tensor, blocks: Blocks, group: dict[str, Any], table_probes: int
+) -> dict[str, Any]:
     """The state of a parameter before its first step, named as in `torch.optim.AdamW`."""
     if is_whitened(parameter, blocks, group):
-        return new_table_state(parameter)
+        return new_table_state(parameter, table_probes)
     exp_avg = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     if group["second_moment"] == "block":
         dtype = accumulation_dtype(parameter)

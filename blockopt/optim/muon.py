@@ -25,6 +25,10 @@ from blockopt.optim.neuron_steps import new_neuron_state
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Columns of the sketch that whitens a table. More of them gain nothing beside steps of Muon: of 128
+# columns 16, 32 and all end at 3.742, 3.761 and 3.746 (1M parameters, 1,200 steps, one seed).
+TABLE_PROBES = 16
+
 
 class BlockMuon(BlockOptimizer):
     r"""Muon for the matrices inside the layers and AdamW for all else, with one learning rate.
@@ -188,7 +192,7 @@ class BlockMuon(BlockOptimizer):
                 new_neuron_state(parameter, blocks),
             )
             return {"momentum_buffer": buffer, **inputs, **neurons}
-        return new_adamw_state(parameter, blocks, group)
+        return new_adamw_state(parameter, blocks, group, TABLE_PROBES)
 
     def _entries(self, group: dict[str, Any]) -> list[Entry]:
         """Matrices first, as `_magnitudes` returns theirs."""

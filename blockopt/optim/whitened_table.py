@@ -11,8 +11,8 @@ share their second moment `C`, of which a sketch finds the dominant directions (
 with the corrections of Adam for the first steps; `size` is the optimizer's. This is Shampoo (Gupta
 et al., 2018) with a diagonal factor on the side of the tokens and a damped one of low rank on that
 of the features. If the columns are white already, it is AdamW with one second moment per row.
-State: the momentum, one number per row and 32 per column; AdamW has two numbers per entry. The
-full matrix `C` gains nothing more in our runs, and takes many times as long for wide tables.
+State: the momentum, one number per row and two per column and probe; AdamW has two numbers per
+entry. How many probes it takes depends on what else the optimizer does, so each has its number.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from blockopt.optim.entry import Entry, decay
 from blockopt.optim.finite_gradients import keep_if, put_back
 from blockopt.optim.nystrom import DAMPING, dominant_directions, new_probes, times_thin
 
-PROBES = 16  # columns of the sketch
 CPU_CHUNK = 1 << 18  # entries that a core works on at once: products with them reuse its own cache
 FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ + c σ⁵
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
 
 
-def new_table_state(parameter: Tensor) -> dict[str, Any]:
-    """The state of a table before its first step."""
+def new_table_state(parameter: Tensor, probes: int) -> dict[str, Any]:
+    """The state of a table before its first step, with a sketch of at most so many columns."""
     rows, columns = parameter.shape
+    probes = min(probes, columns)
     device, dtype = parameter.device, accumulation_dtype(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros(rows, dtype=dtype, device=device),
-        "column_probes": new_probes(columns, min(PROBES, columns), dtype, device),
-        "column_sketch": torch.zeros(columns, min(PROBES, columns), dtype=dtype, device=device),
+        "column_probes": new_probes(columns, probes, dtype, device),
+        "column_sketch": torch.zeros(columns, probes, dtype=dtype, device=device),
         "column_trace": torch.zeros(1, dtype=dtype, device=device),  # DCP drops new scalars
     }
 

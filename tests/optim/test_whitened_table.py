@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import blockopt
-from blockopt.optim import chunks, whitened_table
+from blockopt.optim import chunks, muon
 from blockopt.optim.whitened_table import root_and_inverse, whitening
 from tests.helpers.optimizers import random_gradients, set_gradients, tiny_gpt
 
@@ -86,7 +86,7 @@ def test_each_row_has_its_own_scale():
 
 
 def test_fewer_probes_than_columns(monkeypatch):
-    monkeypatch.setattr(whitened_table, "PROBES", 2)
+    monkeypatch.setattr(muon, "TABLE_PROBES", 2)
     model = Table()
     start, given = model.embedding.weight.detach().clone(), gradients(7)
     probes = torch.randn(COLUMNS, 2, generator=torch.Generator().manual_seed(0)).double()
