@@ -7,7 +7,6 @@ its Gauss-Newton matrix can be computed entry by entry, at initialisation and af
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -37,14 +36,14 @@ from benchmarks.lib.output import (
 )
 from benchmarks.lib.timing import conditions, time_in_rounds
 from blockopt import BlockAdamW, BlockLR, block_scales, find_blocks, param_groups
+from blockopt.block_lr import defaults
 from blockopt.blocks import ROLES
 from blockopt.curvature import Request, power_law
 from recipes.common.gpt2 import GPT2, PRESETS, GPT2Config
 
 Results = dict[str, Any]
 STEP, SCALES = "training step", "block_scales"
-DEFAULTS = {name: option.default for name, option in inspect.signature(BlockLR).parameters.items()}
-EVERY = DEFAULTS["every"]
+EVERY = defaults.USUAL.every
 # The largest acceptable cost of a refresh in training steps, and overhead of BlockLR; and the
 # smallest acceptable rank correlation with the exact curvature of the tensors.
 COST = {"gradient": 0.05, "hutchinson": 5.0}
@@ -184,7 +183,7 @@ def show_overhead(overhead: Results, direct: float, sizes: tuple[str, str], run:
         ("    of which the steps between, now with scales (median)", "between_refreshes"),
     )
     rows = [[what, f"{100 * overhead[key]:.2f} %", "", ""] for what, key in measured]
-    what = f"{sizes[1]}, {DEFAULTS['curvature']} and {SCALES} over {EVERY} training steps"
+    what = f"{sizes[1]}, {defaults.CURVATURE} and {SCALES} over {EVERY} training steps"
     rows.append([what, f"{100 * direct:.2f} %", "", ""])
     for row, share in ((rows[0], overhead["overhead"]), (rows[-1], direct)):
         row[2:] = f"<= {100 * OVERHEAD:g} %", verdict(share, OVERHEAD)
@@ -298,7 +297,7 @@ def main() -> None:
     show_cost(cost, f"A refresh, {arguments.size}, {batch} x {config.context} tokens", runs["cost"])
     with conditions() as runs["training"]:
         overhead = measure_overhead(train, batch, arguments.cycles)
-    refresh = [cost[name]["steps"]["median"] for name in (DEFAULTS["curvature"], SCALES)]
+    refresh = [cost[name]["steps"]["median"] for name in (defaults.CURVATURE, SCALES)]
     direct = sum(refresh) / EVERY
     show_overhead(overhead, direct, (arguments.train_size, arguments.size), runs["training"])
     warn_if_busy(*runs.values())
