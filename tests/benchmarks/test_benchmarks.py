@@ -9,6 +9,9 @@ import pytest
 
 from tests.helpers import ROOT
 
+# In a library that curvlinops imports, which may be imported here first.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+
 SCRIPTS = ("step_time", "memory", "curvature_cost", "hessian_speed", "distributed", "training_step")
 
 
