@@ -22,7 +22,7 @@ import blockopt
 from recipes.common.errors import one_line_errors
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import GPT2, GPT2Config
-from recipes.common.schedules import linear
+from recipes.common.schedules import schedule
 from recipes.data.token_data import load_data
 
 CONFIG = GPT2Config(vocab_size=256, context=64, width=96, depth=3, heads=3)
@@ -57,15 +57,15 @@ def main() -> None:
         optimizer, model, curvature=options.curvature, every=options.every, seed=options.seed
     )
     warmup = max(1, options.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: linear(step, options.steps, warmup=warmup)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: schedule("linear", step, options.steps, warmup=warmup)
     )
     for step in track(range(options.steps), description="training"):
         tokens = training[step]
         model(*tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
+        scheduler.step()
         block_lr.step(lambda tokens=tokens: model(*tokens))
         optimizer.zero_grad()
 

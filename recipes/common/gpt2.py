@@ -1,8 +1,8 @@
 """GPT-2 in one readable file: pre-norm blocks, GELU, learned positions, tied head.
 
 It can also be what papers on its Hessian study: with norms after the residual connections or
-without any, and with attention without softmax. Weights convert to and from the GPT-2 of
-transformers, with the same logits.
+without any, and with attention without softmax. `to_huggingface` makes the GPT-2 of transformers,
+which has the same logits.
 """
 
 from __future__ import annotations
@@ -157,39 +157,6 @@ class GPT2(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-# The options of transformers' GPT-2 that ours does not have, with the values that ours stands for.
-HF_FIXED = {
-    "activation_function": "gelu_new",
-    "add_cross_attention": False,
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    "tie_word_embeddings": True,
-}
-
-
-def from_huggingface(model: Any) -> GPT2:
-    """Return our GPT-2 with the weights of a `transformers.GPT2LMHeadModel`; it has no dropout.
-
-    Raises:
-        ValueError: If its config has what our GPT-2 lacks.
-    """
-    hf = model.config
-    given = {name: getattr(hf, name, value) for name, value in HF_FIXED.items()}
-    given["n_inner"] = hf.n_inner or 4 * hf.n_embd
-    for name, value in {**HF_FIXED, "n_inner": 4 * hf.n_embd}.items():
-        if given[name] != value:
-            found = f"{name}={given[name]!r}"
-            raise ValueError(f"Invalid {found} in the config. Must be {value!r} for our GPT-2.")
-    config = GPT2Config(hf.vocab_size, hf.n_positions, hf.n_embd, hf.n_layer, hf.n_head)
-    ours = GPT2(config).to(model.dtype)
-    theirs = {
-        name.removeprefix("transformer."): value for name, value in model.state_dict().items()
-    }
-    ours.load_state_dict({name: _transposed(name, theirs[name]) for name in ours.state_dict()})
-    return ours
 
 
 def to_huggingface(model: GPT2) -> Any:

@@ -1,8 +1,4 @@
-"""Means with standard errors, paired differences with intervals, and steps to a target loss.
-
-Nothing here needs scipy: the number of seeds is an integer, for which Student's distribution is a
-finite sum.
-"""
+"""Means with standard errors, paired differences with intervals, and steps to a target loss."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from scipy.stats import t as student
 
 
 class Estimate(NamedTuple):
@@ -33,7 +31,7 @@ class Estimate(NamedTuple):
         """Return the same mean with the t interval of another confidence."""
         if math.isnan(self.error):
             return self
-        half = student_quantile(0.5 + confidence / 2, self.count - 1) * self.error
+        half = float(student.ppf(0.5 + confidence / 2, self.count - 1)) * self.error
         return self._replace(low=self.mean - half, high=self.mean + half)
 
 
@@ -51,50 +49,8 @@ class Crossing(NamedTuple):
     kind: str
 
 
-def student_cdf(t: float, degrees: int) -> float:
-    """Return P(T <= t) of Student's t, by Abramowitz and Stegun 26.7.3 and 26.7.4.
-
-    Example:
-        >>> student_cdf(1.0, 1)
-        0.75
-    """
-    if degrees < 1:
-        raise ValueError(
-            f"Invalid degrees={degrees}. Must be >= 1: an interval needs at least two values."
-        )
-    angle = math.atan2(t, math.sqrt(degrees))
-    sine, squared = math.sin(angle), math.cos(angle) ** 2
-    odd = degrees % 2 == 1
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for k in range(1, degrees // 2 + 1):
-        total += term
-        term *= squared * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return 0.5 + 0.5 * inside
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Return the t with P(T <= t) = `probability`, by bisection.
-
-    Example:
-        >>> round(student_quantile(0.975, 7), 4)
-        2.3646
-    """
-    if not 0 < probability < 1:
-        raise ValueError(f"Invalid probability={probability}. Must be between 0 and 1.")
-    if probability < 0.5:
-        return -student_quantile(1 - probability, degrees)
-    low, high = 0.0, 1.0
-    while student_cdf(high, degrees) < probability:
-        low, high = high, 2 * high
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, degrees) < probability else (low, middle)
-    return (low + high) / 2
-
-
-def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Return mean, standard error and t interval; values of diverged runs make the mean infinite.
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return mean, standard error and 95 % interval; a diverged run makes the mean infinite.
 
     Example:
         >>> estimate([1.0, 2.0, 3.0]).mean
@@ -107,7 +63,7 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     if count == 1 or not math.isfinite(mean):
         return Estimate(mean, math.nan, math.nan, math.nan, count)
     error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    return Estimate(mean, error, mean, mean, count).at(confidence)
+    return Estimate(mean, error, mean, mean, count).at(0.95)
 
 
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
@@ -158,11 +114,11 @@ def p_value(difference: Estimate) -> float:
         return 1.0
     if difference.error == 0:
         return 1.0 if difference.mean == 0 else 0.0
-    return 2 * (1 - student_cdf(abs(difference.mean / difference.error), difference.count - 1))
+    return 2 * float(student.sf(abs(difference.mean / difference.error), difference.count - 1))
 
 
-def holm_levels(p_values: Mapping[str, float], level: float = 0.05) -> dict[str, float]:
-    """Return a level for each test so that all together err with probability `level` (Holm 1979).
+def holm_levels(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Return a level for each test so that all together err with probability 0.05 (Holm 1979).
 
     Example:
         >>> holm_levels({"a": 0.01, "b": 0.04, "c": 0.03})
@@ -172,7 +128,7 @@ def holm_levels(p_values: Mapping[str, float], level: float = 0.05) -> dict[str,
     failed = False
     for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         if not failed:  # after the first test that does not reject, none does
-            current = level / (len(p_values) - done)
+            current = 0.05 / (len(p_values) - done)
             failed = p > current
         levels[name] = current
     return levels

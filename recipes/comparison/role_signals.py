@@ -14,18 +14,18 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
 import blockopt
 from blockopt.blocks import Blocks, expand, per_block
 from blockopt.curvature import ESTIMATORS
 from recipes.common.gpt2 import GPT2
-from recipes.common.schedules import schedule
 from recipes.common.training import Training, token_loss
 from recipes.comparison.arms import ARMS, build
 from recipes.comparison.role_scales import ROLE_GROUPS
 from recipes.comparison.run_config import RunConfig
-from recipes.comparison.run_loop import CLIP, WARMUP, token_data
+from recipes.comparison.run_loop import CLIP, scheduled, training_batches
 
 REFRESHES = 6  # of a signal in a run
 PATHS = ("straightness", "relative step")
@@ -48,20 +48,13 @@ def correlation(signal: Sequence[float], truth: Sequence[float]) -> Correlation:
         >>> round(found.value, 3)
         0.9
     """
-    a, b = (torch.tensor(ranks(values), dtype=torch.float64) for values in (signal, truth))
-    a, b = a - a.mean(), b - b.mean()
-    size = float(a.norm() * b.norm())
-    value = float(a @ b) / size if size > 0 else 0.0
+    equal = len(set(signal)) == 1 or len(set(truth)) == 1
+    value = 0.0 if equal else float(spearmanr(signal, truth).statistic)
     if len(signal) < 4:
         return Correlation(value, -1.0, 1.0)
     middle = math.atanh(max(-0.999999, min(0.999999, value)))
     half = 1.96 * math.sqrt((1 + value**2 / 2) / (len(signal) - 3))
     return Correlation(value, math.tanh(middle - half), math.tanh(middle + half))
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value from 1; equal ones share the mean of theirs."""
-    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
 
 
 def truth(rows: Sequence[Mapping[str, object]], optimizer: str) -> dict[str, float]:
@@ -124,15 +117,9 @@ def _from_path(training: Training, config: RunConfig, signal: str) -> dict[str, 
 
 def _steps(training: Training, config: RunConfig) -> Iterator[int]:
     """Train as `run_loop.py` does."""
-    data = token_data(config.data)
-    sizes = {"batch_size": config.batch_size, "context": config.model.context}
-    batches = data.batches("train", seed=config.seed, **sizes)
-    peaks = [group["lr"] for group in training.optimizer.param_groups]
-    warmup = max(1, round(WARMUP * config.steps))
+    batches, set_rates = training_batches(config), scheduled(training.optimizer, config)
     for step in range(config.steps):
-        factor = schedule(config.schedule, step, config.steps, warmup=warmup)
-        for group, peak in zip(training.optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
+        set_rates(step)
         token_loss(training.model, *batches[step]).backward()
         training.clip(CLIP)
         training.step([batches[step]])

@@ -9,7 +9,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -28,7 +28,7 @@ from recipes.common.training import Batch, Training, token_loss
 from recipes.comparison.arms import ARMS, build
 from recipes.comparison.run_config import DataConfig, RunConfig
 from recipes.comparison.starting_model import starting_model
-from recipes.data.token_data import TokenData, load_data
+from recipes.data.token_data import Batches, TokenData, load_data
 
 CLIP = 1.0
 WARMUP = 0.1  # of the steps
@@ -60,31 +60,25 @@ def train(config: RunConfig, folder: Path, code: str, weights: Path | None = Non
         weights: Where to keep the trained weights, None for nowhere.
     """
     torch.set_num_threads(config.threads)
-    data, arm = token_data(config.data), ARMS[config.arm]
-    sizes = {"batch_size": config.batch_size, "context": config.model.context}
-    batches = data.batches("train", seed=config.seed, **sizes)
-    model = starting_model(config)
+    arm, batches, model = ARMS[config.arm], training_batches(config), starting_model(config)
     diverged, checkpoints = None, Checkpoints(folder)
-    warmup = max(1, round(WARMUP * config.steps))
     with warnings.catch_warnings():
         # What these warn about is counted in `failed_refreshes`.
         warnings.filterwarnings("ignore", "No block had a positive|The (refresh|curvature) of")
         training = build(arm, model, dict(config.values), steps=config.steps, seed=config.seed)
-        peaks = [group["lr"] for group in training.optimizer.param_groups]
+        set_rates = scheduled(training.optimizer, config)
         cost = ESTIMATORS[arm.scales].gradients if arm.scales in ESTIMATORS else 0
         progress = _resume(checkpoints, training, code)
         saved = time.perf_counter()
         while progress.step < config.steps and diverged is None:
             batch = _to(batches[progress.step], config.device)
-            factor = schedule(config.schedule, progress.step, config.steps, warmup=warmup)
-            for group, peak in zip(training.optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+            set_rates(progress.step)
             diverged = _take_step(training, batch, cost, progress)
             if diverged is None and time.perf_counter() - saved > SECONDS_BETWEEN_CHECKPOINTS:
                 state = {"code": code, "progress": asdict(progress), **training.state_dict()}
                 checkpoints.save(progress.step, state)
                 saved = time.perf_counter()
-    final = evaluate(training, data, config) if diverged is None else math.inf
+    final = evaluate(training, config) if diverged is None else math.inf
     if diverged is None and not math.isfinite(final):
         diverged = f"evaluation: the loss is {final}"
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -105,6 +99,25 @@ def train(config: RunConfig, folder: Path, code: str, weights: Path | None = Non
         with whole_file(weights) as file:
             torch.save(model.state_dict(), file)
     return progress.lines
+
+
+def training_batches(config: RunConfig) -> Batches:
+    """Return what a run trains on."""
+    sizes = {"batch_size": config.batch_size, "context": config.model.context}
+    return token_data(config.data).batches("train", seed=config.seed, **sizes)
+
+
+def scheduled(optimizer: torch.optim.Optimizer, config: RunConfig) -> Callable[[int], None]:
+    """Return what sets the learning rates of a step, counted from 0; they are at their peak now."""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    warmup = max(1, round(WARMUP * config.steps))
+
+    def set_rates(step: int) -> None:
+        factor = schedule(config.schedule, step, config.steps, warmup=warmup)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+
+    return set_rates
 
 
 def _take_step(training: Training, batch: Batch, cost: int, progress: _Progress) -> str | None:
@@ -163,10 +176,10 @@ def _to(batch: Batch, device: str) -> Batch:
     return inputs.to(device), targets.to(device)
 
 
-def evaluate(training: Training, data: TokenData, config: RunConfig) -> float:
+def evaluate(training: Training, config: RunConfig) -> float:
     """Return the mean loss on held-out windows: some for all tuning runs, others for test runs."""
     sizes = {"batch_size": config.batch_size, "context": config.model.context}
-    batches = data.batches("validation", seed=0, **sizes)
+    batches = token_data(config.data).batches("validation", seed=0, **sizes)
     number = max(1, min(config.evaluation, batches.steps_per_epoch // 2))
     first = number if config.purpose == "tuning" and batches.steps_per_epoch > 1 else 0
     chosen = (_to(batches[first + index], config.device) for index in range(number))

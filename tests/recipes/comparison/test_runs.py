@@ -131,7 +131,7 @@ def test_tuning_and_test_are_evaluated_on_different_text(data):
 
     training = Training(Model(), torch.optim.SGD([torch.nn.Parameter(torch.ones(()))]), None)
     for purpose in seen:
-        run_loop.evaluate(training, token_data(data), replace(config_of(data), purpose=purpose))
+        run_loop.evaluate(training, replace(config_of(data), purpose=purpose))
     assert len(seen["tuning"]) == len(seen["test"]) == 8
     assert not seen["tuning"] & seen["test"]
 

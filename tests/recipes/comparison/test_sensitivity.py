@@ -66,13 +66,9 @@ def test_the_script_writes_data_and_a_picture_and_reads_finished_runs(tmp_path, 
     assert json.loads((tmp_path / "out" / "sensitivity.json").read_text())["rows"] == first
 
 
-def test_rank_correlations_are_those_of_scipy():
-    from scipy.stats import spearmanr
-
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randint(6, (2, 9), generator=generator).double().tolist()  # with equal values
-    found = role_signals.correlation(a, b)
-    assert found.value == pytest.approx(spearmanr(a, b).statistic)
+def test_a_rank_correlation_has_its_interval_inside_of_one():
+    found = role_signals.correlation([1.0, 2.0, 2.0, 5.0, 4.0], [1.0, 4.0, 9.0, 16.0, 25.0])
+    assert found.value == pytest.approx(8.5 / 95**0.5)  # equal values share a rank
     assert -1 < found.low < found.value < found.high < 1
 
 
