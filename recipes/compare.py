@@ -128,7 +128,7 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
     parser = script_parser(__doc__)
     parser.add_argument("--preset", choices=presets(), default="demo", help="what to compare")
-    arms = "some of --list; the baseline and what controls are for come too"
+    arms = "names from --list; the baseline, and the arms that controls are for, are added"
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=arms)
     parser.add_argument("--seeds", type=int, help="test seeds (default: the preset's)")
     parser.add_argument("--budget", type=int, help="tuning runs per arm (default: the preset's)")

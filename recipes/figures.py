@@ -111,7 +111,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
     tiny = "smallest sizes, to see that it runs; the numbers mean nothing"
     parser.add_argument("--tiny", action="store_true", help=tiny)
-    parser.add_argument("--repeats", type=int, help="(default: 20, or 3 with --quick)")
+    repeats = "of each measurement (default: 20, 3 with --quick)"
+    parser.add_argument("--repeats", type=int, help=repeats)
     folder = Path("results/figures")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write to")
     norms = "file that keeps the norms of growth figures; what it holds is not measured again"

@@ -67,13 +67,16 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
     parser = script_parser(__doc__)
     names = list(role_scales.OPTIMIZERS)
-    parser.add_argument("--optimizers", nargs="+", choices=names, default=names[:2], metavar="NAME")
+    about = f"some of {', '.join(names)}"
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=names, default=names[:2], metavar="NAME", help=about
+    )
     parser.add_argument("--size", choices=list(PRESETS), default="0.5M", help="of the model")
     parser.add_argument("--steps", type=int, default=300, help="length of each run")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--data", default="stdlib", help="as for recipes/prepare_data.py")
-    parser.add_argument("--signals", action="store_true", help="measure what could predict it")
+    parser.add_argument("--signals", action="store_true", help="also measure what predicts it")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
     parser.add_argument("--out", type=Path, default=Path("results/sensitivity"), help="folder")
     add_cache_argument(parser)

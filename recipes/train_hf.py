@@ -98,11 +98,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_arguments(parser)
     group = add_optimizer_arguments(parser)
     names = (*ESTIMATORS, "none")
-    group.add_argument("--curvature", default="newton", choices=names, help="for BlockLR")
+    group.add_argument("--curvature", default="newton", choices=names, help="BlockLR measures it")
     about = "steps between refreshes (default: 75 for SGD, 150 for others)"
     group.add_argument("--curvature-every", type=int, help=about)
     group = add_run_arguments(parser, "results/train_hf")
-    group.add_argument("--bf16", action="store_true", help="mixed precision")
+    group.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     arguments = parser.parse_args(argv)
     for name in (*COUNTS, "curvature_every"):
         value = getattr(arguments, name)

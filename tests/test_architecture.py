@@ -69,13 +69,17 @@ def room(module: str) -> str:
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests"])
-def test_private_modules_are_imported_by_their_own_package_only(package):
+def test_private_modules_and_names_are_used_by_their_own_package_only(package):
     wrong = []
     for name, found in imports(package).items():
         for other in found:
             owner, private, _ = other.partition("._")
             if private and other != "blockopt.__main__" and not name.startswith(f"{owner}."):
                 wrong.append(f"{name} imports {other}")
+        for node in (n for n in nodes(name) if isinstance(n, ast.ImportFrom)):
+            names = [alias.name for alias in node.names if alias.name.startswith("_")]
+            if names and package != "tests" and node.module.split(".")[0] in PACKAGES:
+                wrong.append(f"{name} imports {names} from {node.module}")
     assert not wrong
 
 

@@ -1,5 +1,6 @@
 """Every recipe starts as a file and as a module; those of benchmarks have tests of their own."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.readmes import flags_of
 
 SCRIPTS = ("train", "train_hf", "compare", "figures", "prepare_data", "block_lr_demo")
 SCRIPTS += ("sensitivity", "walk_through")
@@ -33,7 +35,9 @@ def test_help(script, way, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         start(target, run_name="__main__")
     assert stop.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: {script}.py")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: {script}.py")
+    assert flags_of(f"recipes/{script}.py") <= set(re.findall(r"--[a-z-]+", shown))
 
 
 @pytest.mark.parametrize("way", ["file", "module"])

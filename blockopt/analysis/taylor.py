@@ -27,8 +27,8 @@ from blockopt.measure.closures import (
     Losses,
     average_over_batches,
     trainable_parameters,
-    twice_differentiable,
 )
+from blockopt.measure.second_derivatives import twice_differentiable
 from blockopt.tables import aligned
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from blockopt.measure.closures import (
     mean_curvature,
     refuse_sharded,
     trainable_parameters,
-    twice_differentiable,
 )
+from blockopt.measure.second_derivatives import twice_differentiable
 
 LARGEST_FACTOR = 1e3  # what a probe is multiplied by, at most, before rounding
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -19,13 +19,17 @@ from blockopt.measure.closures import (
     default_generator,
     refuse_sharded,
     trainable_parameters,
-    twice_differentiable,
 )
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
+from blockopt.measure.second_derivatives import (
+    Product,
+    Vectors,
+    hessian_products,
+    pulled_back,
+    twice_differentiable,
+)
 
 Matrix = Literal["hessian", "gauss_newton"]
-Vectors = dict[str, Tensor]
-Linear = Callable[[Vectors], Vectors]  # from some parameters' vectors to products for the same
 
 
 def top_eigenvalue(
@@ -78,21 +82,23 @@ def top_eigenvalue(
     check_choice("matrix", matrix, get_args(Matrix))
     refuse_sharded(model, "top_eigenvalue")
     groups = _Groups(checked_blocks(model, blocks), trainable_parameters(model), by)
-    linearize = _hessian if matrix == "hessian" else _gauss_newton
 
-    def product(vectors: Vectors) -> Vectors:
-        def measure(evaluation: Evaluation) -> Vectors:
+    def products(vectors: Vectors) -> Vectors:
+        def measure(evaluation: Evaluation) -> dict[str, Tensor]:
             with twice_differentiable():
-                linear = linearize(evaluation, groups.parameters)
-                return groups.diagonal_products(linear, vectors)
+                if matrix == "hessian":
+                    _, product = hessian_products(evaluation, groups.parameters)
+                else:
+                    product = _gauss_newton(evaluation, groups.parameters)
+                return groups.diagonal_products(product, vectors)
 
         return average_over_batches(model, losses, measure)
 
-    largest = _lanczos(product, groups, num_products, default_generator(generator))
+    largest = _lanczos(products, groups, num_products, default_generator(generator))
     return groups.spread(largest)
 
 
-def _lanczos(product: Linear, groups: _Groups, steps: int, generator: torch.Generator) -> Tensor:
+def _lanczos(product: Product, groups: _Groups, steps: int, generator: torch.Generator) -> Tensor:
     """Return the largest Ritz value of every group, (groups,), all advanced together.
 
     The three-term recurrence keeps two vectors. Lost orthogonality only repeats values that have
@@ -180,7 +186,7 @@ class _Groups:
             for name, p in self.parameters.items()
         }
 
-    def diagonal_products(self, linear: Linear, vectors: Vectors) -> Vectors:
+    def diagonal_products(self, product: Product, vectors: Vectors) -> Vectors:
         """Return the product of each group's diagonal block with its part of the vectors."""
         total = {name: torch.zeros_like(v) for name, v in vectors.items()}
         for group in range(self.count):
@@ -192,7 +198,7 @@ class _Groups:
                 if bool((numbers == group).any())
             }
             parts = {n: mask * vectors[n].to(self.parameters[n].dtype) for n, mask in masks.items()}
-            for name, found in linear(parts).items():
+            for name, found in product(parts).items():
                 total[name] += (masks[name] * found).to(total[name])
         return total
 
@@ -203,21 +209,7 @@ class _Groups:
         return expand(by_block, entry.split, p.ndim)
 
 
-def _hessian(evaluation: Evaluation, parameters: Mapping[str, Tensor]) -> Linear:
-    """Return products with the Hessian of some parameters: a second backward pass."""
-    found = torch.autograd.grad(
-        evaluation(), list(parameters.values()), create_graph=True, materialize_grads=True
-    )
-    gradients = dict(zip(parameters, found))
-
-    def linear(vectors: Vectors) -> Vectors:
-        outputs = [gradients[name] for name in vectors]
-        return _pulled(outputs, {n: parameters[n] for n in vectors}, list(vectors.values()))
-
-    return linear
-
-
-def _gauss_newton(evaluation: Evaluation, parameters: Mapping[str, Tensor]) -> Linear:
+def _gauss_newton(evaluation: Evaluation, parameters: Mapping[str, Tensor]) -> Product:
     """Return products with `Jᵀ Λ J` of some parameters."""
     with CaptureLosses() as seen:
         loss = evaluation()
@@ -237,24 +229,9 @@ def _gauss_newton(evaluation: Evaluation, parameters: Mapping[str, Tensor]) -> L
     )
     backward = dict(zip(parameters, found))
 
-    def linear(vectors: Vectors) -> Vectors:
-        forward = _pulled([backward[name] for name in vectors], duals, list(vectors.values()))
+    def product(vectors: Vectors) -> Vectors:
+        forward = pulled_back([backward[name] for name in vectors], duals, list(vectors.values()))
         weighted = curvature.product(list(forward.values()))
-        return _pulled(predictions, {n: parameters[n] for n in vectors}, weighted)
+        return pulled_back(predictions, {n: parameters[n] for n in vectors}, weighted)
 
-    return linear
-
-
-def _pulled(outputs: list[Tensor], inputs: Mapping[str, Tensor], along: list[Tensor]) -> Vectors:
-    """Return `Σ alongᵀ ∂output/∂input` for each input, zero where there is no dependence."""
-    pairs = [(output, v) for output, v in zip(outputs, along) if output.requires_grad]
-    if not pairs:
-        return {name: torch.zeros_like(x) for name, x in inputs.items()}
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        list(inputs.values()),
-        [v for _, v in pairs],
-        retain_graph=True,
-        materialize_grads=True,
-    )
-    return dict(zip(inputs, found))
+    return product

@@ -11,7 +11,7 @@ secant, the difference of two gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -37,11 +37,10 @@ from blockopt.measure.closures import (
     block_zeros,
     refuse_sharded,
     trainable_parameters,
-    twice_differentiable,
 )
+from blockopt.measure.second_derivatives import Product, Vectors, hessian_products
 
 Method = Literal["exact", "secant"]
-Product = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class AlongUpdate(NamedTuple):
@@ -103,7 +102,7 @@ def along_update(
 
     def measure(evaluation: Evaluation) -> dict[tuple[str, str], Tensor]:
         if method == "exact":
-            gradient, times = _exact(evaluation, moved)
+            gradient, times = hessian_products(evaluation, moved)
         else:
             gradient, times = _secant(evaluation, moved, model)
         product = times(update)
@@ -151,33 +150,9 @@ def _check_update(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
             )
 
 
-def _exact(
-    evaluation: Evaluation, parameters: Mapping[str, Tensor]
-) -> tuple[Mapping[str, Tensor], Product]:
-    """Return the gradient, and `v ↦ H v` by a second backward pass."""
-    tensors = list(parameters.values())
-    with twice_differentiable():
-        gradients = torch.autograd.grad(
-            evaluation(), tensors, create_graph=True, materialize_grads=True
-        )
-    connected = [(name, g) for name, g in zip(parameters, gradients) if g.requires_grad]
-
-    def times(vector: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if not connected:
-            return {name: torch.zeros_like(g) for name, g in zip(parameters, gradients)}
-        outputs, along = [g for _, g in connected], [vector[name].to(g) for name, g in connected]
-        with twice_differentiable():
-            products = torch.autograd.grad(
-                outputs, tensors, along, retain_graph=True, materialize_grads=True
-            )
-        return dict(zip(parameters, products))
-
-    return {name: g.detach() for name, g in zip(parameters, gradients)}, times
-
-
 def _secant(
     evaluation: Evaluation, parameters: Mapping[str, Tensor], model: nn.Module
-) -> tuple[Mapping[str, Tensor], Product]:
+) -> tuple[Vectors, Product]:
     """Return the gradient, and `v ↦ g(w) - g(w - v)` by a second gradient of the same batch."""
 
     def gradient() -> dict[str, Tensor]:
@@ -194,7 +169,7 @@ def _secant(
 
     now = gradient()
 
-    def times(vector: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def times(vector: Vectors) -> Vectors:
         saved = {name: p.detach().clone() for name, p in parameters.items()}
         try:
             with torch.no_grad():

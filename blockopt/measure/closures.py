@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt.blocks import Blocks, block_numel, block_sum, block_sum_along, checked_blocks
 from blockopt.distributed import (
@@ -190,16 +188,6 @@ def refuse_sharded(model: nn.Module, estimator: str) -> None:
             f"{estimator} needs whole parameters, but {sharded!r} is sharded. Use a curvature that "
             "works with shards, such as 'newton'."
         )
-
-
-@contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Run uncompiled, with the only attention kernel that has second derivatives.
-
-    See https://github.com/pytorch/pytorch/issues/116350.
-    """
-    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def block_dots(x: Tensor, y: Tensor, blocks: Blocks) -> Tensor:

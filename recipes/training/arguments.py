@@ -35,7 +35,7 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse._Argume
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
     group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
-    group.add_argument("--weight-decay", type=float, default=0.1, help="for matrices")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
     group.add_argument(
         "--override",
         action="append",
@@ -65,7 +65,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> argparse.
     group.add_argument("--batch-size", type=int, default=16, help="sequences per step, in all")
     group.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     group.add_argument("--seed", type=int, default=0, help="for weights and order of the data")
-    group.add_argument("--cpu", action="store_true", help="even if there is a GPU")
+    group.add_argument("--cpu", action="store_true", help="train on the CPU even if there is a GPU")
     group.add_argument("--output", type=Path, default=Path(output), help="folder of the run")
     group.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     group.add_argument("--checkpoint-every", type=int, default=200, help="steps in between")
@@ -83,25 +83,29 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     group.add_argument("--betas", type=float, nargs=2, help="(default: mostly 0.9 0.95)")
     group.add_argument("--momentum", type=float, help="for SGD or Muon (default: 0.9 or 0.95)")
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm, 0 for any")
-    group.add_argument("--schedule", choices=SCHEDULES, help="schedulefree needs constant")
-    group.add_argument("--warmup", type=int, help="steps (default: a tenth)")
-    group.add_argument("--final", type=float, default=0.0, help="last learning rate / --lr")
-    group.add_argument("--decay", type=float, default=0.2, help="part of the steps, for wsd")
+    usual = "of the learning rate (default: cosine, constant for schedulefree)"
+    group.add_argument("--schedule", choices=SCHEDULES, help=usual)
+    group.add_argument("--warmup", type=int, help="steps of warm-up (default: a tenth)")
+    group.add_argument("--final", type=float, default=0.0, help="last rate, as a part of --lr")
+    group.add_argument(
+        "--decay", type=float, default=0.2, help="part of the steps that wsd falls in"
+    )
     group = parser.add_argument_group("block learning rates")
     group.add_argument("--curvature", choices=ESTIMATORS, help="attach a BlockLR that measures it")
     about = "steps between refreshes (default: 75 for SGD, 150 for others)"
     group.add_argument("--curvature-every", type=int, help=about)
-    usual = "exponent (default: -1 for SGD, else -0.5)"
+    usual = "power of the curvature (default: -1 for SGD, -0.5 for others)"
     group.add_argument("--curvature-power", type=float, help=usual)
     levels = ("role", "layer", "tensor", "head")
-    group.add_argument("--curvature-by", default="role", choices=levels, help="blocks that share")
+    group.add_argument("--curvature-by", default="role", choices=levels, help="what shares a scale")
     group = add_run_arguments(parser, "results/train")
     group.add_argument("--precision", choices=PRECISIONS, help="(default: accelerate's, else no)")
-    group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND")
+    compiled = "compile the model, with inductor or this backend"
+    group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compiled)
     patience = "how long a process waits for the others before it ends"
     group.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=patience)
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
-    group.add_argument("--print-every", type=int, default=50, help="steps, without a terminal")
+    group.add_argument("--print-every", type=int, default=50, help="steps between lines in a file")
     after = "measure the Hessian of every head after these steps, 0 before the first"
     group.add_argument("--record-hessian", type=int, nargs="+", metavar="STEP", help=after)
     trackers = [str(tracker.value) for tracker in LoggerType if tracker.value != "all"]

@@ -27,9 +27,9 @@ from blockopt.measure.closures import (
     LossClosure,
     average_over_batches,
     trainable_parameters,
-    twice_differentiable,
 )
 from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
+from blockopt.measure.second_derivatives import twice_differentiable
 
 ENTRIES_AT_ONCE = 2**22  # of derivatives by outputs, for as many vectors s
 

@@ -23,8 +23,8 @@ from blockopt.measure.closures import (
     Losses,
     average_over_batches,
     refuse_sharded,
-    twice_differentiable,
 )
+from blockopt.measure.second_derivatives import twice_differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

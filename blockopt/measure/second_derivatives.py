@@ -1,0 +1,60 @@
+"""Products with the Hessian of a loss, by a second backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Vectors = Mapping[str, Tensor]
+Product = Callable[[Vectors], Vectors]
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Run uncompiled, with the only attention kernel that has second derivatives.
+
+    See https://github.com/pytorch/pytorch/issues/116350.
+    """
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def hessian_products(
+    evaluation: Callable[[], Tensor], parameters: Vectors
+) -> tuple[Vectors, Product]:
+    """Return the gradient, and `v ↦ H v` for vectors of some or all of the parameters.
+
+    A product is that of the diagonal block of the parameters that its vector has.
+    """
+    with twice_differentiable():
+        found = torch.autograd.grad(
+            evaluation(), list(parameters.values()), create_graph=True, materialize_grads=True
+        )
+    gradients = dict(zip(parameters, found))
+
+    def times(vectors: Vectors) -> Vectors:
+        outputs = [gradients[name] for name in vectors]
+        inputs = {name: parameters[name] for name in vectors}
+        with twice_differentiable():
+            return pulled_back(outputs, inputs, list(vectors.values()))
+
+    return {name: gradient.detach() for name, gradient in gradients.items()}, times
+
+
+def pulled_back(outputs: list[Tensor], inputs: Vectors, along: list[Tensor]) -> dict[str, Tensor]:
+    """Return `Σ alongᵀ ∂output/∂input` for each input, zero where there is no dependence."""
+    pairs = [(output, v.to(output)) for output, v in zip(outputs, along) if output.requires_grad]
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in inputs.items()}
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        list(inputs.values()),
+        [v for _, v in pairs],
+        retain_graph=True,
+        materialize_grads=True,
+    )
+    return dict(zip(inputs, found))
