@@ -105,10 +105,9 @@ def _lanczos(product: Product, groups: _Groups, steps: int, generator: torch.Gen
     converged, which does not change the largest.
     """
     vector = groups.draw(generator)
-    vector = groups.scaled(
-        vector, 1 / groups.norms(vector).clamp(min=torch.finfo(torch.float64).tiny)
-    )
-    previous = {name: torch.zeros_like(v) for name, v in vector.items()}
+    lengths = groups.norms(vector).clamp(min=torch.finfo(torch.float64).tiny)
+    vector = groups.scaled(vector, 1 / lengths)
+    previous: Vectors = {name: torch.zeros_like(v) for name, v in vector.items()}
     beta = torch.zeros(groups.count, dtype=torch.float64)
     alphas, betas = [], []
     active = torch.ones(groups.count, dtype=torch.bool)
@@ -186,7 +185,7 @@ class _Groups:
             for name, p in self.parameters.items()
         }
 
-    def diagonal_products(self, product: Product, vectors: Vectors) -> Vectors:
+    def diagonal_products(self, product: Product, vectors: Vectors) -> dict[str, Tensor]:
         """Return the product of each group's diagonal block with its part of the vectors."""
         total = {name: torch.zeros_like(v) for name, v in vectors.items()}
         for group in range(self.count):
