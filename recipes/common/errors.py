@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(Exception):
@@ -29,6 +31,23 @@ class OfflineError(UserError, ConnectionError):
 
 class MissingPackageError(UserError, ModuleNotFoundError):
     """A package that must be installed first."""
+
+
+def import_package(name: str, user: str, package: str | None = None) -> Any:
+    """Return a module, or say which package to install for the user of it.
+
+    Raises:
+        MissingPackageError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        package = package or name
+        raise MissingPackageError(
+            f"{user} needs the package {package}: pip install {package}"
+        ) from None
 
 
 @contextmanager

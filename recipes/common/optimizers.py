@@ -17,7 +17,6 @@ add it to the gradient.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ import blockopt
 from blockopt.block_lr.optimizer_hooks import unwrapped
 from blockopt.blocks import Blocks, UnknownBlocksError, find_blocks, from_plain
 from blockopt.optim.matrix_sections import is_hidden_matrix
-from recipes.common.errors import MissingPackageError, UsageError
+from recipes.common.errors import MissingPackageError, UsageError, import_package
 
 SECOND_MOMENTS = {
     "block-adamw": "coordinate",
@@ -86,14 +85,7 @@ def check_optimizer(name: str) -> None:
 
 def _module(package: str, name: str) -> Any:
     module, to_install = PACKAGES[package]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise MissingPackageError(
-            f"Optimizer {name!r} needs the package {to_install}: pip install {to_install}"
-        ) from None
+    return import_package(module, f"Optimizer {name!r}", to_install)
 
 
 def _is_optimizer(candidate: Any) -> bool:

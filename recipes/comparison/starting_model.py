@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from recipes.common.errors import MissingPackageError
+from recipes.common.errors import import_package
 from recipes.common.gpt2 import GPT2
 from recipes.comparison.run_config import RunConfig
 
@@ -29,10 +29,6 @@ def starting_model(config: RunConfig) -> nn.Module:
 
 def _add_lora(model: nn.Module, rank: int) -> None:
     """Freeze the model, and add trainable matrices of a small rank to its linear maps."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "Fine-tuning with LoRA needs the package peft: pip install peft"
-        ) from None
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=ADAPTED), model)
+    peft = import_package("peft", "Fine-tuning with LoRA")
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=ADAPTED)
+    peft.inject_adapter_in_model(config, model)

@@ -20,12 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockopt.files import write_whole
-from recipes.common.errors import (
-    MissingFileError,
-    MissingPackageError,
-    OfflineError,
-    UsageError,
-)
+from recipes.common.errors import MissingFileError, OfflineError, UsageError, import_package
 from recipes.common.files import sha256
 
 POSSIBLE = (
@@ -351,12 +346,7 @@ def _offline(name: str, error: Exception) -> OfflineError:
 def quiet_hub() -> Any:
     """Import `huggingface_hub` without its telemetry and log messages."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingPackageError(
-            "The hub needs the package `huggingface_hub`: pip install huggingface_hub"
-        ) from error
+    huggingface_hub = import_package("huggingface_hub", "The hub")
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
     return huggingface_hub
 
@@ -364,12 +354,7 @@ def quiet_hub() -> Any:
 def quiet_datasets() -> Any:
     """Import `datasets` without telemetry, log messages and, outside terminals, progress bars."""
     quiet_hub()
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingPackageError(
-            "These data need the package `datasets`: pip install datasets"
-        ) from error
+    datasets = import_package("datasets", "Reading these data")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if not os.isatty(2):
         datasets.disable_progress_bars()
