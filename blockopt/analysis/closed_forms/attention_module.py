@@ -14,6 +14,7 @@ from blockopt.analysis.closed_forms.output_loss import OutputLoss
 from blockopt.analysis.closed_forms.rotary_positions import RotaryPositions
 from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
+from blockopt.no_trace import preserved_state
 
 # What changes scores or attention beyond the closed forms, by the attribute that tells
 BEYOND = {
@@ -51,7 +52,7 @@ def attention_hessian(
             `RotaryPositions(*model.model.rotary_emb(hidden_states, positions))`.
         mask: Bool, True where a position sees another, (L, L) or (B, L, L). By default causal,
             within the sliding window of the layer if it has one; everything if the layer says that
-            it is not causal.
+            it is not causal, and not that of a decoder.
 
     Raises:
         ValueError: If a projection is missing, or the layer computes something else.
@@ -83,11 +84,19 @@ def _default_mask(module: nn.Module, hidden_states: Tensor) -> Tensor:
     """Return who sees whom by default, (L, L)."""
     length = hidden_states.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool, device=hidden_states.device)
-    if getattr(module, "is_causal", True) is False:
+    # Some decoders say that they are not causal, since their model hands them the mask.
+    if getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False):
         return mask
-    config = getattr(module, "config", None)
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return mask.tril() if window is None else mask.tril().triu(1 - int(window))
+    window = getattr(module, "sliding_window", _window_of_config(getattr(module, "config", None)))
+    return mask.tril().triu(1 - int(window)) if window else mask.tril()  # 0 is no window
+
+
+def _window_of_config(config: Any) -> int | None:
+    """Return the window of a config whose class has one; others keep what they have no use for."""
+    if config is None or "sliding_window" not in inspect.signature(type(config)).parameters:
+        return None
+    window: int | None = config.sliding_window
+    return window
 
 
 def _scale(module: nn.Module) -> float | None:
@@ -99,7 +108,9 @@ def _scale(module: nn.Module) -> float | None:
 def _norms(module: nn.Module, head_dim: int) -> dict[str, HeadNorm]:
     """Return the norms of queries and keys, if the layer has any."""
     found = {}
-    for role, name in (("query", "q_norm"), ("key", "k_norm")):
+    for role in ("query", "key"):
+        names = (f"{role[0]}_norm", f"{role[0]}_layernorm")
+        name = next((name for name in names if hasattr(module, name)), "")
         norm: Any = getattr(module, name, None)
         if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
             epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -136,18 +147,14 @@ def _check_output(
     found: Tensor,
 ) -> None:
     """Raise `ValueError` unless the layer's own output is the one found here."""
-    training = module.training
     try:
-        module.eval()
-        with torch.no_grad():
+        with preserved_state(module), torch.no_grad():
             output = _own_output(module, hidden_states, mask, rotary)
     except (TypeError, AttributeError) as reason:  # it needs more, such as positions or biases
         raise ValueError(
             f"Invalid module {type(module).__name__}: it cannot be called as attention layers of "
             f"transformers are ({reason}). Give its weights to SelfAttentionHessian."
         ) from reason
-    finally:
-        module.train(training)
     error, size = float((output - found).abs().max()), float(output.abs().max())
     if not error <= TOLERANCE * size:
         raise ValueError(
@@ -177,5 +184,5 @@ def _own_output(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         given = {name: value for name, value in given.items() if name in accepted}
     returned = module(hidden_states, **given)
-    output = returned[0] if isinstance(returned, tuple) else returned
+    output = returned[0] if isinstance(returned, (tuple, list)) else returned
     return output

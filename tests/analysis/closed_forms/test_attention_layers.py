@@ -49,7 +49,7 @@ def layer_of(family, **options):
     attention, X = model.layers[0].self_attn, torch.randn(BATCH, LENGTH, WIDTH).double()
     for parameter in attention.parameters():
         parameter.data = torch.randn_like(parameter) / 3 + (parameter.ndim == 1)
-    for name in ("q_norm", "k_norm"):
+    for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
         if hasattr(attention, name) and family not in ("Olmo2",):
             setattr(attention, name, OwnNorm(getattr(attention, name)))
     kinds = [config.layer_types[0]] if family == "Gemma3Text" else []
@@ -60,10 +60,15 @@ def layer_of(family, **options):
 
 # Families, options, and how many tokens back a position sees, itself included
 LAYERS = {
-    "Llama, biases": ("Llama", {"attention_bias": True}, LENGTH),
+    "Llama, biases, unused window": (
+        "Llama",
+        {"attention_bias": True, "sliding_window": 2},
+        LENGTH,
+    ),
     "Qwen2": ("Qwen2", {}, LENGTH),
     "Qwen3, biases": ("Qwen3", {"attention_bias": True}, LENGTH),
-    "Mistral": ("Mistral", {}, LENGTH),
+    "Qwen2-MoE, window 0": ("Qwen2Moe", {"num_experts": 2}, LENGTH),
+    "LFM2": ("Lfm2", {"layer_types": ["full_attention"]}, LENGTH),
     "Mistral, window": ("Mistral", {"sliding_window": 2}, 2),
     "Qwen2, window": (
         "Qwen2",
@@ -86,7 +91,7 @@ LAYERS = {
 def test_layers_of_transformers(case):
     family, options, window = LAYERS[case]
     module, X, rotary = layer_of(family, **options)
-    names = NAMES | ({"output": "dense"} if family == "Phi" else {})
+    names = NAMES | {"output": {"Phi": "dense", "Lfm2": "out_proj"}.get(family, "o_proj")}
     head, classes = torch.randn(WIDTH, 7).double() / 3, torch.randint(7, (BATCH, LENGTH))
     classes[0, 1:3] = -100
     closed = attention_hessian(module, X, CrossEntropy(head, classes), rotary=rotary)
@@ -137,6 +142,20 @@ def test_families_without_a_closed_form(family, message):
     module, X, rotary = layer_of(family)
     with pytest.raises(ValueError, match=message):
         attention_hessian(module, X, SquaredError(torch.zeros_like(X)), rotary=rotary)
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+def test_layers_that_say_they_are_not_causal(decoder):
+    torch.manual_seed(4)
+    kind = transformers.models.bigbird_pegasus.modeling_bigbird_pegasus
+    module = kind.BigBirdPegasusDecoderAttention(WIDTH, 3, is_decoder=decoder).double()
+    module.train().out_proj.eval()
+    module.config = transformers.BigBirdPegasusConfig(attn_implementation="eager")
+    X = torch.randn(BATCH, LENGTH, WIDTH).double()
+    closed = attention_hessian(module, X, SquaredError(torch.zeros_like(X)))
+    visible = CAUSAL if decoder else CAUSAL | CAUSAL.T
+    assert torch.equal(closed.attention.heads[0].weights[0] > 0, visible)
+    assert (module.training, module.out_proj.training) == (True, False)
 
 
 def test_layers_that_compute_something_else():
