@@ -115,7 +115,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help=repeats)
     folder = Path("results/figures")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write to")
-    norms = "file that keeps the norms of growth figures; what it holds is not measured again"
+    norms = "file that keeps what growth figures, block-spectra and curvature-gap-heatmap measure; "
+    norms += "what it holds is not measured again"
     parser.add_argument("--keep", type=Path, help=norms)
     arguments = parser.parse_args()
     mode = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"

@@ -14,8 +14,9 @@ from blockopt.analysis.closed_forms.attention_input import lookup_rows
 from blockopt.analysis.closed_forms.attention_map import AttentionMap
 from blockopt.analysis.closed_forms.attention_module import attention_hessian
 from blockopt.analysis.closed_forms.attention_moments import attention_moment
+from blockopt.analysis.closed_forms.exponents import fit_exponent
 from blockopt.analysis.closed_forms.feed_forward import FeedForwardHessian
-from blockopt.analysis.closed_forms.growth import fit_exponent, growth
+from blockopt.analysis.closed_forms.growth import growth
 from blockopt.analysis.closed_forms.kronecker_sum import KroneckerSum
 from blockopt.analysis.closed_forms.linear_network import LinearNetworkHessian
 from blockopt.analysis.closed_forms.normalization import Normalization

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from blockopt.analysis.operators.dense import dense
-from blockopt.analysis.plots.distributions import spectral_densities
-from blockopt.analysis.results import Result, figure_of
+from blockopt.analysis.results import Result
 from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.spectral.density import SpectralDensity, spectral_density
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
@@ -140,12 +139,14 @@ class BlockReport(Result):
         """
         if self.spectrum is None:
             raise ValueError("This block has no spectrum to plot. Measure it with num_starts > 0.")
-        return figure_of(spectral_densities({"eigenvalues": self.spectrum}, title=title))
+        return self.spectrum.plot(title=title)
 
     def state(self) -> dict[str, Any]:
         """Return it as tensors and plain values, for a file that `torch.load` takes as data."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: tuple(v) if isinstance(v, tuple) else v for k, v in state.items()}
+        spectrum = self.spectrum and (self.spectrum.nodes, self.spectrum.weights)
+        plain = {k: tuple(v) if isinstance(v, tuple) else v for k, v in state.items()}
+        return plain | {"spectrum": spectrum}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> BlockReport:

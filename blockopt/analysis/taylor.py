@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockopt.analysis.closed_forms.growth import Exponent, fit_exponent
+from blockopt.analysis.closed_forms.exponents import Exponent, fit_exponent
 from blockopt.analysis.plots.loss_differences import loss_difference_bars
 from blockopt.analysis.results import Result
 from blockopt.blocks import BlockGroup, Blocks, Level, block_groups, expand, sum_groups

@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes, rule = ("float32", "float64"), f"float64 up to {SMALL:,} parameters, float32 beyond"
     add("--dtype", choices=dtypes, help=f"dtype of the model (default {rule})")
     add("--device", default="cpu", help="where to compute (default cpu)")
-    add_choice("--matrix", get_args(Matrix), "which matrix; functional is hessian - gauss-newton")
+    which = "which matrix; functional is hessian - gauss-newton (default hessian)"
+    add("--matrix", choices=get_args(Matrix), help=which)
     by = "one block per role of the model, of a layer or of a tensor, or per head"
     add_choice("--by", get_args(Level), by)
     add_list("--only", "PATTERN", "only parameters that fit, such as 'h.0.*'")
@@ -121,7 +122,8 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
             seed=options.seed,
         )
     if options.samples is not None:
-        _check_samples(options)
+        _check_samples(options, probes)
+    options.matrix = options.matrix or "hessian"
     if options.memory is not None and not options.memory > 0:
         raise UserError(f"Invalid --memory {options.memory:g}. Must be > 0, in GiB.")
     if options.batch < 1:
@@ -200,14 +202,18 @@ def _measure(
     return hessian_report(model, losses, matrix=options.matrix, probes=probes, **shared)
 
 
-def _check_samples(options: argparse.Namespace) -> None:
+def _check_samples(options: argparse.Namespace, probes: Probes) -> None:
     """Refuse what sampled gradients cannot measure, rather than to ignore it."""
     if options.samples < 2:
         raise UserError(f"Invalid --samples {options.samples}. Must be an integer >= 2.")
-    if options.matrix == "functional":
+    if options.matrix not in (None, "gauss-newton"):
         raise UserError("--samples measures --matrix gauss-newton. Leave out one of the two.")
-    if options.exact or options.top != 1:
-        raise UserError("--samples has no use for --exact and --top. Leave them out.")
+    if probes != Probes(seed=options.seed):
+        raise UserError(
+            "--samples has no use for --top, --probes, --steps, --starts and --exact. Leave them "
+            "out."
+        )
+    options.matrix = "gauss-newton"
 
 
 def _precision(report: HessianReport, dtype: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from recipes.paper_figures.models import (
 from recipes.paper_figures.outcome import Outcome, Run, mean_check, panels, sign_check
 
 PIXELS, TOKENS, PATCH, CLASSES = 144, 9, 16, 10
+PIXEL = 1.0  # standard deviation of the pixels
 DEPTH = 6  # hidden layers of the CNN and the MLP
 AXES: tuple[Axis, ...] = ("symmetric log", "linear")
 WHENS = ("at initialisation", "after training")
@@ -110,14 +112,14 @@ def nearest(make: Callable[[int, int], nn.Module], wanted: int, seed: int) -> nn
 class Studied:
     """A model, on images that all models of this seed see, before and after training."""
 
-    def __init__(self, run: Run, model: nn.Module, seed: int) -> None:
+    def __init__(self, run: Run, model: nn.Module, pixel: float, seed: int) -> None:
         number, self.model = 32 * run.effort.samples, model
         self._lanczos_steps, self._batch = 5 * run.effort.probes, 2 * run.effort.samples
-        self.images, self.labels = synthetic_images(number, pixel=1.0, seed=seed)
+        self.images, self.labels = synthetic_images(number, pixel=pixel, seed=seed)
         self.states = {WHENS[0]: weights_of(model)}
         train(model, self.loss, number, run.effort.steps, seed)
         self.states[WHENS[1]] = weights_of(model)
-        unseen, labels = synthetic_images(number, pixel=1.0, seed=seed + 1000)
+        unseen, labels = synthetic_images(number, pixel=pixel, seed=seed + 1000)
         self.accuracy = accuracy(model, unseen, labels)
 
     def loss(self, rows: Tensor | None = None) -> Tensor:
@@ -145,7 +147,7 @@ class Studied:
         return HessianOperator(self.model, self.loss, names=names, check_deterministic=False)
 
 
-def studied(run: Run, seed: int) -> dict[str, Studied]:
+def studied(run: Run, pixel: float, seed: int) -> dict[str, Studied]:
     """Return the three models, trained."""
     gpt = PatchGPT(run.effort.small, seed=seed)
     models = {
@@ -153,51 +155,60 @@ def studied(run: Run, seed: int) -> dict[str, Studied]:
         "CNN": nearest(convolutional, size(gpt), seed),
         "MLP": nearest(perceptron, size(gpt), seed),
     }
-    return {name: Studied(run, model, seed) for name, model in models.items()}
+    return {name: Studied(run, model, pixel, seed) for name, model in models.items()}
 
 
 def figure_block_spectra(run: Run) -> Outcome:
     """Whole and block-diagonal spectra, and how far those of the blocks are apart."""
     number = run.effort.repeats
-    step = run.steps("Block spectra", 6 * number)
     title = "GPT, CNN and MLP of one size on the same images: spectra, and how far blocks are apart"
     figure, axes = panels(4, 3, 5.0, 3.9, title=title)
-    means: dict[tuple[str, Axis, str], list[float]] = {}
-    accuracies: dict[str, list[float]] = {}
-    sizes: Mapping[str, int] = {}
-    for seed in range(number):
-        models = studied(run, seed)
-        sizes = {name: size(one.model) for name, one in models.items()}
-        for column, (name, one) in enumerate(models.items()):
-            accuracies.setdefault(name, []).append(one.accuracy)
-            for row, when in enumerate(WHENS):
+
+    drawn = studied(run, PIXEL, 0)
+    sizes = _draw(drawn, axes)
+
+    def distances(pixel: float, seed: int) -> dict[str, float]:
+        found = {}
+        for name, one in (drawn if seed == 0 else studied(run, pixel, seed)).items():
+            found[f"accuracy of {name}"] = one.accuracy
+            for when in WHENS:
                 blocks = one.blocks(when)
                 for axis in AXES:
-                    found = jensen_shannon(blocks, axis=axis)
-                    means.setdefault((when, axis, name), []).append(found.mean)
-                    if seed == 0 and axis == AXES[0]:
-                        title = f"{name}: mean distance of blocks {found.mean:.2f}"
-                        ax = axes[6 * row + 3 + column]
-                        distance_heatmap(found.labels, found.matrix, title=title, ax=ax)
-                if seed == 0:
-                    whole, together = one.whole(when), torch.cat(list(blocks.values()))
-                    lines = {"whole Hessian": whole, "its diagonal blocks": together}
-                    # Nearer to 0, Lanczos puts eigenvalues on arbitrary places.
-                    near = 1e-2 * float(whole.nodes.abs().max())
-                    named = f"{name} {when}, {sizes[name]:,} parameters"
-                    ax = axes[6 * row + column]
-                    spectral_densities(lines, threshold=near, title=named, ax=ax)
-                step()
+                    mean = jensen_shannon(blocks, axis=axis).mean
+                    found[f"{name}, {when}, {axis} axis"] = mean
+        return found
+
+    found = run.repeated(distances, [PIXEL], "Block spectra")[0]
     checks = []
     predicted = "> 0: blocks of transformers are heterogeneous"
     for when, axis, other in itertools.product(WHENS, AXES, ("CNN", "MLP")):
-        own, others = means[when, axis, "GPT"], means[when, axis, other]
+        own, others = (found[f"{name}, {when}, {axis} axis"] for name in ("GPT", other))
         levels = f"GPT ({sum(own) / number:.2f}) minus {other} ({sum(others) / number:.2f})"
         what = f"{when}, {axis} axis: mean distance of blocks, {levels}"
         checks.append(sign_check(what, predicted, [a - b for a, b in zip(own, others)], 1))
-    for name, values in accuracies.items():
+    for name in sizes:
+        values = found[f"accuracy of {name}"]
         learned = mean_check(f"accuracy of {name} on other images", "over 0.5", values, low=0.5)
         checks.append(replace(learned, ours=True))
     counts = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
     setting = f"parameters: {counts}; {run.effort.steps} steps of Adam; {number} repeats"
     return Outcome("Block spectra of GPT, CNN and MLP", setting, checks, figure)
+
+
+def _draw(models: Mapping[str, Studied], axes: list[Any]) -> dict[str, int]:
+    """Draw the spectra of models of one seed, and return their numbers of parameters."""
+    sizes = {name: size(one.model) for name, one in models.items()}
+    for column, (name, one) in enumerate(models.items()):
+        for row, when in enumerate(WHENS):
+            blocks, whole = one.blocks(when), one.whole(when)
+            together = torch.cat(list(blocks.values()))
+            lines = {"whole Hessian": whole, "its diagonal blocks": together}
+            # Nearer to 0, Lanczos puts eigenvalues on arbitrary places.
+            near = 1e-2 * float(whole.nodes.abs().max())
+            title = f"{name} {when}, {sizes[name]:,} parameters"
+            spectral_densities(lines, threshold=near, title=title, ax=axes[6 * row + column])
+            found = jensen_shannon(blocks, axis=AXES[0])
+            title = f"{name}: mean distance of blocks {found.mean:.2f}"
+            ax = axes[6 * row + 3 + column]
+            distance_heatmap(found.labels, found.matrix, title=title, ax=ax)
+    return sizes

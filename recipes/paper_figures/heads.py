@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockopt.analysis.closed_forms.growth import fit_exponent
+from blockopt.analysis.closed_forms.exponents import fit_exponent
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import FunctionalOperator, GaussNewtonOperator
 from blockopt.analysis.plots import hessian_heatmap

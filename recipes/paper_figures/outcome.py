@@ -12,10 +12,12 @@ from rich.progress import Progress
 from torch import Tensor
 
 from blockopt.analysis.closed_forms.growth import Growth, growth
-from recipes.paper_figures.kept_norms import KeptNorms
+from recipes.paper_figures.kept_norms import KeptNorms, Measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Repeats = dict[Any, list[float]]  # by label, one number per repeat
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Run:
     Args:
         effort: How much to measure.
         progress: Where to draw bars, if anywhere.
-        kept: Where norms at all scales are kept, if anywhere.
+        kept: Where what was measured is kept, if anywhere.
     """
 
     def __init__(
@@ -179,22 +181,37 @@ class Run:
         task, bars = self.progress.add_task(title, total=total), self.progress
         return lambda: bars.advance(task)
 
-    def growth(
-        self, measure: Callable[[float, int], Mapping[Any, float]], scales: Tensor, title: str
-    ) -> Growth[Any]:
+    def growth(self, measure: Measure, scales: Tensor, title: str) -> Growth[Any]:
         """Measure norms at all scales, in all repeats."""
-        if self.kept is not None:
-            e = self.effort
-            sizes = f"d = {e.width} or {e.deep_width}, {e.sequences} sums, {e.probes} probes"
-            measure = self.kept.through(measure, f"{title}: {sizes}")
-        step = self.steps(title, len(scales) * self.effort.repeats)
+        e = self.effort
+        sizes = f"d = {e.width} or {e.deep_width}, {e.sequences} sums, {e.probes} probes"
+        measure = self._through_file(measure, f"{title}: {sizes}")
+        step = self.steps(title, len(scales) * e.repeats)
 
         def measured(sigma: float, seed: int) -> Mapping[Any, float]:
             found = measure(sigma, seed)
             step()
             return found
 
-        return growth(measured, scales, repeats=self.effort.repeats)
+        return growth(measured, scales, repeats=e.repeats)
+
+    def repeated(self, measure: Measure, scales: Sequence[float], title: str) -> list[Repeats]:
+        """Measure numbers of trained models at each scale of the data, in all repeats."""
+        e = self.effort
+        sizes = f"d = {e.small}, {32 * e.samples} images, {e.steps} steps"
+        measure = self._through_file(measure, f"{title}: {sizes}")
+        step, found = self.steps(title, len(scales) * e.repeats), []
+        for scale in scales:
+            values: Repeats = {}
+            for seed in range(e.repeats):
+                for label, value in measure(scale, seed).items():
+                    values.setdefault(label, []).append(value)
+                step()
+            found.append(values)
+        return found
+
+    def _through_file(self, measure: Measure, setting: str) -> Measure:
+        return measure if self.kept is None else self.kept.through(measure, setting)
 
 
 def exponent_check(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.growth import fit_exponent
+from blockopt.analysis.closed_forms.exponents import fit_exponent
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import HessianOperator
 from blockopt.analysis.plots import (
@@ -78,35 +77,39 @@ def figure_gap_heatmap(run: Run) -> Outcome:
     The paper does not say how its pixels are scaled, and the blocks grow with different powers of
     that scale: hence two.
     """
-    number = run.effort.repeats
-    step = run.steps("Heat maps", 4 * number)
+    number, size = run.effort.repeats, run.effort.small**2
     title = "A post-norm vision block on synthetic images (pixels of deviation 0.31)"
     figure, axes = panels(2, 2, 5.4, 4.4, title=title)
-    whens, scales, size = ("at initialisation", "after training"), (0.31, 1.0), run.effort.small**2
+    whens, scales = ("at initialisation", "after training"), (0.31, 1.0)
     parts = dict(zip(ATTENTION, torch.arange(3 * size).split(size)))
-    excess: dict[tuple[float, str], list[float]] = {
-        key: [] for key in itertools.product(scales, whens)
-    }
-    accuracies = []
-    for scale, seed in itertools.product(scales, range(number)):
-        trained = Trained(run, seed, scale)
-        accuracies.append(trained.accuracy)
-        for row, (when, weights) in enumerate(zip(whens, (trained.before, trained.after))):
+
+    def matrices(trained: Trained) -> Iterator[tuple[str, Tensor]]:
+        for when, weights in zip(whens, (trained.before, trained.after)):
             trained.model.load_state_dict(weights)
-            matrix = trained.hessian(ATTENTION[:3])
+            yield when, trained.hessian(ATTENTION[:3])
+
+    drawn = Trained(run, 0, scales[0])
+
+    def excess(scale: float, seed: int) -> dict[str, float]:
+        trained = drawn if (scale, seed) == (scales[0], 0) else Trained(run, seed, scale)
+        found = {"accuracy": trained.accuracy}
+        for when, matrix in matrices(trained):
             mean = {role: float(matrix[p][:, p].abs().mean()) for role, p in parts.items()}
-            excess[scale, when].append(math.log10(mean["value"] / max(mean["query"], mean["key"])))
-            if seed == 0 and scale == scales[0]:
-                sizes, title = dict.fromkeys(parts, size), f"Post-norm block {when}"
-                hessian_heatmap(matrix, sizes, title=title, ax=axes[2 * row])
-                mass, title = block_mass(matrix, parts), f"{when.capitalize()}: share of ‖H‖², %"
-                block_mass_heatmap(mass.labels, mass.matrix, title=title, ax=axes[2 * row + 1])
-            step()
-    checks = []
-    for (scale, when), values in excess.items():
-        what = f"pixels of deviation {scale}, {when}"
-        what += ": decades from the larger of query, key to value, mean |entry|"
-        checks.append(sign_check(what, "> 0: value-value is largest", values, 1))
+            found[when] = math.log10(mean["value"] / max(mean["query"], mean["key"]))
+        return found
+
+    for row, (when, matrix) in enumerate(matrices(drawn)):
+        sizes, title = dict.fromkeys(parts, size), f"Post-norm block {when}"
+        hessian_heatmap(matrix, sizes, title=title, ax=axes[2 * row])
+        mass, title = block_mass(matrix, parts), f"{when.capitalize()}: share of ‖H‖², %"
+        block_mass_heatmap(mass.labels, mass.matrix, title=title, ax=axes[2 * row + 1])
+    checks, accuracies = [], []
+    for scale, found in zip(scales, run.repeated(excess, scales, "Heat maps")):
+        accuracies += found["accuracy"]
+        for when in whens:
+            what = f"pixels of deviation {scale}, {when}"
+            what += ": decades from the larger of query, key to value, mean |entry|"
+            checks.append(sign_check(what, "> 0: value-value is largest", found[when], 1))
     checks.append(accuracy_check(accuracies))
     model = f"d = {run.effort.small}, 9 patches, 10 classes"
     setting = f"{model}, {run.effort.steps} steps, 128 images, {number} repeats"

@@ -10,6 +10,7 @@ import torch
 from blockopt.analysis import (
     Probes,
     block_mass,
+    growth,
     hessian_report,
     jensen_shannon,
     kronecker_report,
@@ -17,6 +18,8 @@ from blockopt.analysis import (
     measure_block,
     plots,
     sampled_report,
+    spectral_density,
+    top_eigenpairs,
 )
 from blockopt.analysis.recorder import HessianRecorder
 from blockopt.blocks import BlockGroup
@@ -53,6 +56,11 @@ OF_MATRICES = {
     "block report": lambda: measure_block(MATRIX),
     "mass": lambda: block_mass(MATRIX, PARTS),
     "distance": lambda: jensen_shannon({"a": torch.ones(3), "b": torch.zeros(2)}),
+    "spectral density": lambda: spectral_density(MATRIX),
+    "eigenpairs": lambda: top_eigenpairs(MATRIX, 3),
+    "growth": lambda: growth(
+        lambda sigma, seed: {"a": sigma**2, "b": seed + sigma}, [1, 2], repeats=2
+    ),
 }
 
 
@@ -92,6 +100,21 @@ def test_rows_of_pairs():
     distance = jensen_shannon({"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(1)})
     found = {(row["block"], row["other"]): row["distance"] for row in distance.rows()}
     assert found == pytest.approx({("a", "b"): 1, ("a", "c"): 0, ("b", "c"): 1}, abs=1e-6)
+
+
+def test_rows_of_spectra_and_growth():
+    eigenvalues = torch.linalg.eigvalsh(MATRIX)
+    density = spectral_density(MATRIX, num_probes=3).to_frame()
+    assert density["weight"].sum() == pytest.approx(1)
+    moment = (density["weight"] * density["eigenvalue"] ** 2).sum()
+    assert moment == pytest.approx(float(eigenvalues.square().mean()), rel=0.5)
+    pairs = top_eigenpairs(MATRIX, 2, which="largest")
+    assert pairs.to_frame()["eigenvalue"].tolist() == pytest.approx(
+        eigenvalues.flip(0)[:2].tolist()
+    )
+    assert "vectors" not in pairs.to_dict()  # as many numbers as the operator has rows
+    found = growth(lambda sigma, seed: {"a": (1 + seed) * sigma}, [1.0, 2.0], repeats=2)
+    assert found.to_frame().values.tolist() == [["a", 1.0, 1.5, 0.5], ["a", 2.0, 3.0, 1.0]]
 
 
 def test_heat_maps_have_a_colour_bar():

@@ -86,8 +86,11 @@ def test_errors_of_options(tmp_path, text, monkeypatch):
     assert message_of(*rest, "--batch", "0") == "Invalid --batch 0. Must be an integer >= 1."
     assert message_of(*rest, "--top", "-1") == "Invalid top=-1. Must be an integer >= 0."
     assert message_of(*rest, "--samples", "1") == "Invalid --samples 1. Must be an integer >= 2."
-    assert "Leave out one" in message_of(*rest, "--samples", "4", "--matrix", "functional")
-    assert "no use for --exact" in message_of(*rest, "--samples", "4", "--exact")
+    for matrix in ("hessian", "functional"):
+        assert "Leave out one" in message_of(*rest, "--samples", "4", "--matrix", matrix)
+    for option in (("--exact",), ("--top", "2"), ("--probes", "5"), ("--starts", "0")):
+        found = message_of(*rest[:3], "--samples", "4", *option)
+        assert "no use for --top, --probes, --steps, --starts and --exact" in found
     assert message_of(*rest, "--memory", "0") == "Invalid --memory 0. Must be > 0, in GiB."
     assert "Must fit a trainable parameter" in message_of(*rest, "--only", "nothing")
     assert "Invalid --device nonsense" in message_of(*rest, "--device", "nonsense")

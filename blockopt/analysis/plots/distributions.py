@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,28 @@ from blockopt.analysis.plots.axes import (
     finished,
     largest_magnitude,
     linear_range,
+    matplotlib_module,
     new_axis,
     numbers,
     role_color,
     symmetric_log_scale,
 )
-from blockopt.analysis.spectral.density import SpectralDensity
+from blockopt.analysis.spectral.log_axis import smoothed, symmetric_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+class Distribution(Protocol):
+    """Eigenvalues with weights that sum to 1, as a `SpectralDensity` has them."""
+
+    @property
+    def nodes(self) -> Tensor:
+        """The eigenvalues."""
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each."""
 
 
 def entry_histograms(
@@ -96,7 +109,7 @@ def sorted_eigenvalues(
 
 
 def spectral_densities(
-    spectra: Mapping[Label, Tensor | SpectralDensity],
+    spectra: Mapping[Label, Tensor | Distribution],
     *,
     threshold: float | None = None,
     width: float = 0.08,
@@ -112,21 +125,45 @@ def spectral_densities(
         title: The title of the axis.
         ax: Where to draw; a new figure by default.
     """
-    found = {
-        label: s if isinstance(s, SpectralDensity) else SpectralDensity.of_eigenvalues(s)
-        for label, s in spectra.items()
-    }
-    threshold = threshold or linear_range({label: s.nodes for label, s in found.items()})
-    moved = {label: s.on_log_axis(threshold) for label, s in found.items()}
-    low = min(float(s.nodes.min()) for s in moved.values()) - 4 * width
-    high = max(float(s.nodes.max()) for s in moved.values()) + 4 * width
-    grid = torch.linspace(low, high, 1000, dtype=torch.float64)
-    eigenvalues = grid.sign() * threshold * (10 ** grid.abs() - 1)
-    ax = new_axis(ax, (6.0, 3.8))
-    for number, (label, s) in enumerate(moved.items()):
-        density = s.density(grid, width).clamp(min=1e-5)
-        eigenvalue_line(ax, number, label, found[label].nodes, eigenvalues, density)
-    symmetric_log_scale(ax, "x", threshold, float(eigenvalues.abs().max()))
+    found = {label: _nodes_and_weights(spectrum) for label, spectrum in spectra.items()}
+    threshold = threshold or linear_range({label: nodes for label, (nodes, _) in found.items()})
+    ax, farthest = new_axis(ax, (6.0, 3.8)), threshold
+    for number, (label, (nodes, weights)) in enumerate(found.items()):
+        eigenvalues, density = density_curve(nodes, weights, threshold, width)
+        eigenvalue_line(ax, number, label, nodes, eigenvalues, density)
+        farthest = max(farthest, float(eigenvalues.abs().max()))
+    symmetric_log_scale(ax, "x", threshold, farthest)
     ax.set_yscale("log")
     ax.set_ylim(bottom=1e-4)
     return finished(ax, title, "eigenvalue (symmetric log)", "density per decade")
+
+
+def top_eigenvalues(
+    values: Tensor, residuals: Tensor, *, title: str = "Top eigenvalues", ax: Axes | None = None
+) -> Axes:
+    """Draw the eigenvalues that were found, the best first, with their residuals as error bars."""
+    ax = new_axis(ax, (5.0, 3.4))
+    ranks, found = list(range(1, len(values) + 1)), numbers(values).tolist()
+    errors = numbers(residuals).tolist()
+    ax.errorbar(ranks, found, errors, fmt="o", markersize=4, capsize=3, label="± residual")
+    ax.axhline(0, color="black", linewidth=0.6)
+    ax.xaxis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True))
+    return finished(ax, title, "rank", "eigenvalue")
+
+
+def density_curve(
+    nodes: Tensor, weights: Tensor, threshold: float, width: float
+) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and their density per decade, smoothed on a symmetric log axis."""
+    moved = symmetric_log(nodes, threshold)
+    low, high = float(moved.min()) - 4 * width, float(moved.max()) + 4 * width
+    grid = torch.linspace(low, high, 1000, dtype=torch.float64)
+    eigenvalues = grid.sign() * threshold * (10 ** grid.abs() - 1)
+    return eigenvalues, smoothed(moved, weights, grid, width).clamp(min=1e-5)
+
+
+def _nodes_and_weights(spectrum: Tensor | Distribution) -> tuple[Tensor, Tensor]:
+    if isinstance(spectrum, Tensor):
+        nodes = numbers(spectrum).flatten()
+        return nodes, torch.full_like(nodes, 1 / len(nodes))
+    return spectrum.nodes, spectrum.weights

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockopt.analysis.closed_forms.growth import Growth
+from blockopt.analysis.closed_forms.exponents import fit_exponent
 from blockopt.analysis.plots.axes import Label, finished, new_axis, numbers, role_color
 
 if TYPE_CHECKING:
@@ -45,16 +46,16 @@ def growth_lines(
     x = torch.as_tensor(scales, dtype=torch.float64).cpu()
     repeats = {label: numbers(values).reshape(-1, len(x)) for label, values in norms.items()}
     drawn = {k: v for k, v in repeats.items() if bool((torch.isfinite(v) & (v > 0)).all())}
-    data = Growth(x, drawn)
-    means, errors, exponents = data.mean(), data.standard_error(), data.exponents(low, high)
     inside, predicted = (x >= low) & (x < high), predicted or {}
     ax = new_axis(ax, (5.6, 4.2))
-    for number, (label, mean) in enumerate(means.items()):
+    for number, (label, values) in enumerate(drawn.items()):
         style, marker = PART_STYLES.get(getattr(label, "part", ""), ("-", "o"))
-        found = exponents[label]
+        mean, error = values.mean(0), torch.zeros_like(x)
+        found = fit_exponent(x[inside], values[:, inside])
         name = f"{label}: σ^{found.value:.2f}"
-        if len(drawn[label]) > 1:
+        if len(values) > 1:
             name += f" ± {found.standard_error:.2f}"
+            error = values.std(0) / math.sqrt(len(values))
         if label in predicted:
             exponent = predicted[label]
             name += f", predicted {exponent:g}"
@@ -65,7 +66,7 @@ def growth_lines(
         ax.errorbar(
             x.tolist(),
             mean.tolist(),
-            errors[label].nan_to_num(0.0).tolist(),
+            error.tolist(),
             color=role_color(label, number),
             linestyle=style,
             marker=marker,
@@ -77,7 +78,7 @@ def growth_lines(
     if logarithmic:
         ax.set_xscale("log")
         ax.set_yscale("log")
-        every = torch.stack(list(means.values()))
+        every = torch.stack([values.mean(0) for values in drawn.values()])
         ax.set_ylim(float(every.min()) / 5, float(every.max()) * 5)
     if float(x[0]) < high < float(x[-1]):
         ax.axvline(high, color="black", linestyle=":", linewidth=0.9)

@@ -14,7 +14,7 @@ from blockopt.analysis.plots.axes import (
     role_color,
     symmetric_log_scale,
 )
-from blockopt.analysis.spectral.density import SpectralDensity
+from blockopt.analysis.plots.distributions import density_curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,13 +107,8 @@ def _spectra(ax: Any, records: Sequence[Record], role: str) -> None:
             continue
         nodes = torch.tensor([x for b in blocks for x in b["nodes"]], dtype=torch.float64)
         weights = torch.tensor([x for b in blocks for x in b["weights"]], dtype=torch.float64)
-        ordered, order = nodes.sort()
-        spectrum = SpectralDensity(ordered, weights[order] / len(blocks)).on_log_axis(threshold)
-        low, high = float(spectrum.nodes[0]) - 0.4, float(spectrum.nodes[-1]) + 0.4
-        grid = torch.linspace(low, high, 600, dtype=torch.float64)
-        eigenvalues = grid.sign() * threshold * (10 ** grid.abs() - 1)
+        eigenvalues, density = density_curve(nodes, weights / len(blocks), threshold, 0.1)
         largest = max(largest, float(eigenvalues.abs().max()))
-        density = spectrum.density(grid, 0.1).clamp(min=1e-5)
         label = f"step {record['step']}" if record in (records[0], records[-1]) else None
         ax.plot(eigenvalues.tolist(), density.tolist(), color=color, linewidth=1.1, label=label)
     symmetric_log_scale(ax, "x", threshold, largest)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis.plots.distributions import spectral_densities
 from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.results import Result, figure_of
+from blockopt.analysis.spectral.log_axis import smoothed, symmetric_log
 from blockopt.analysis.spectral.products import (
     SymmetricOperator,
     orthogonal_product,
@@ -22,6 +25,9 @@ from blockopt.analysis.spectral.products import (
 )
 from blockopt.checks import check_count
 from blockopt.measure.closures import default_generator
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Lanczos(NamedTuple):
@@ -50,7 +56,8 @@ class Lanczos(NamedTuple):
         return SpectralDensity(nodes, vectors[0].square())
 
 
-class SpectralDensity(NamedTuple):
+@dataclass(frozen=True)
+class SpectralDensity(Result):
     """A distribution of eigenvalues: sorted nodes, and weights that sum to 1.
 
     Both are in float64 on the CPU.
@@ -76,33 +83,20 @@ class SpectralDensity(NamedTuple):
 
     def density(self, grid: Tensor, width: float) -> Tensor:
         """Return `Σ weights · N(grid; nodes, width²)`: each node as a normal density."""
-        if not width > 0:
-            raise ValueError(
-                f"Invalid width={width}. Must be > 0: a hundredth of the range of the grid is a "
-                "good start."
-            )
-        distance = (grid.to(self.nodes)[..., None] - self.nodes) / width
-        peaks = torch.exp(-0.5 * distance.square()) @ self.weights
-        return peaks / (width * math.sqrt(2 * math.pi))
+        return smoothed(self.nodes, self.weights, grid, width)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per node."""
+        pairs = zip(self.nodes.tolist(), self.weights.tolist())
+        return [{"eigenvalue": node, "weight": weight} for node, weight in pairs]
+
+    def plot(self, *, title: str = "Spectral density") -> Figure:
+        """Draw the smoothed density on a symmetric log axis (needs matplotlib)."""
+        return figure_of(spectral_densities({"eigenvalues": self}, title=title))
 
     def on_log_axis(self, threshold: float) -> SpectralDensity:
         """Return the distribution on the axis of `symmetric_log`."""
         return SpectralDensity(symmetric_log(self.nodes, threshold), self.weights)
-
-
-def symmetric_log(values: Tensor, threshold: float) -> Tensor:
-    """Return `sign(x) · log10(1 + |x| / threshold)`, linear near 0 and logarithmic beyond.
-
-    Example:
-        >>> symmetric_log(torch.tensor([-18.0, 0.0, 198.0]), threshold=2.0)
-        tensor([-1.,  0.,  2.])
-    """
-    if not threshold > 0:
-        raise ValueError(
-            f"Invalid threshold={threshold}. Must be > 0: the magnitude below which eigenvalues "
-            "count as small."
-        )
-    return values.sign() * torch.log10(1 + values.abs() / threshold)
 
 
 def check_symmetric(

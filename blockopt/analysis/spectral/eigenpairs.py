@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from blockopt.analysis.plots.distributions import top_eigenvalues
 from blockopt.analysis.progress import progress_bar
+from blockopt.analysis.results import Result, figure_of
 from blockopt.analysis.spectral.products import (
     SymmetricOperator,
     orthogonal_product,
@@ -20,11 +23,15 @@ from blockopt.analysis.spectral.products import (
 from blockopt.checks import check_choice, check_count
 from blockopt.measure.closures import default_generator
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Which = Literal["largest magnitude", "largest", "smallest"]
 SMALL = 100  # dimension up to which all eigenvalues are found rather than repeated ones searched
 
 
-class Eigenpairs(NamedTuple):
+@dataclass(frozen=True)
+class Eigenpairs(Result):
     """The pairs found, the best first, and the number of products that they took.
 
     `values` (k,), orthonormal `vectors` (n, k), and `residuals` `‖A u − λ u‖` (k,).
@@ -34,6 +41,20 @@ class Eigenpairs(NamedTuple):
     vectors: Tensor
     residuals: Tensor
     num_products: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per pair, without its vector."""
+        pairs = zip(self.values.tolist(), self.residuals.tolist())
+        return [{"eigenvalue": value, "residual": residual} for value, residual in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but the vectors as JSON has it: these are for `torch.save`."""
+        values, residuals = self.values.tolist(), self.residuals.tolist()
+        return {"values": values, "residuals": residuals, "num_products": self.num_products}
+
+    def plot(self, *, title: str = "Top eigenvalues") -> Figure:
+        """Draw the eigenvalues with their residuals (needs matplotlib)."""
+        return figure_of(top_eigenvalues(self.values, self.residuals, title=title))
 
 
 def top_eigenpairs(

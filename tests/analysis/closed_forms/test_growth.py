@@ -15,7 +15,8 @@ from blockopt.analysis.closed_forms.attention_growth import (
     attention_norms,
     linear_attention_exponents,
 )
-from blockopt.analysis.closed_forms.growth import Growth, fit_exponent, growth
+from blockopt.analysis.closed_forms.exponents import fit_exponent
+from blockopt.analysis.closed_forms.growth import Growth, growth
 from blockopt.analysis.closed_forms.output_loss import CrossEntropy, SquaredError
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from tests.helpers.matrices import normal as randn

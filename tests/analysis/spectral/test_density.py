@@ -9,8 +9,8 @@ from blockopt.analysis.spectral.density import (
     check_symmetric,
     lanczos,
     spectral_density,
-    symmetric_log,
 )
+from blockopt.analysis.spectral.log_axis import symmetric_log
 from tests.helpers.matrices import (
     SPECTRA,
     AttentionHessian,
