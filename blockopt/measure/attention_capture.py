@@ -117,7 +117,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.modules = dict(model.named_modules())
-        self.attention = [name for name, module in self.modules.items() if _is_attention(module)]
+        self.attention = [name for name, module in self.modules.items() if _must_be_seen(module)]
         self.running: list[_Running] = []
         self.calls: list[AttentionCall] = []
         self.unseen: dict[str, None] = {}  # attention that ran without a call inside it, in order
@@ -256,14 +256,9 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _holds_query(module: nn.Module) -> bool:
-    """Whether a module holds the query projection of a known attention, frozen or not."""
-    return is_attention(module)
-
-
-def _is_attention(module: nn.Module) -> bool:
+def _must_be_seen(module: nn.Module) -> bool:
     """Whether a module must be seen to attend: known attention, or what `find_blocks` refuses."""
-    if _holds_query(module):
+    if is_attention(module):
         return True
     linear = (read_linear(child) for child in module.children())
     return "Attention" in type(module).__name__ and any(linear)
@@ -281,7 +276,7 @@ def _read_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    caller = next((r for r in reversed(running) if _holds_query(r.module)), running[-1])
+    caller = next((r for r in reversed(running) if is_attention(r.module)), running[-1])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     x, context = _sources(caller)
     return AttentionCall(

@@ -13,6 +13,7 @@ from blockopt.block_lr import BlockLR
 from blockopt.block_lr.history import History, Refresh
 from blockopt.blocks import BlockGroup
 from tests.block_lr.test_state import BUILD, gpt_with_dropout, run
+from tests.helpers.block_lr import GPT_ROLES
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No block had a positive curvature",
@@ -22,24 +23,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 LABELS = {
-    "role": {
-        "embedding",
-        "position",
-        "query",
-        "key",
-        "value",
-        "output",
-        "mlp_in",
-        "mlp_out",
-        "norm",
-        "bias",
-    },
+    "role": set(GPT_ROLES),
     "layer": {"embedding", "position", "norm"}
-    | {
-        f"layer {layer} {role}"
-        for layer in (0, 1)
-        for role in ("query", "key", "value", "output", "mlp_in", "mlp_out", "norm", "bias")
-    },
+    | {f"layer {layer} {role}" for layer in (0, 1) for role in GPT_ROLES[2:]},
 }
 
 
@@ -138,20 +124,7 @@ def test_history_plots_curvature_and_scale_by_role(by, tmp_path):
     )
     assert {axes.get_xlabel() for axes in figure.axes} == {"optimizer step"}
     assert {axes.get_yscale() for axes in figure.axes} == {"log"}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        *(
-            "embedding",
-            "position",
-            "query",
-            "key",
-            "value",
-            "output",
-            "mlp_in",
-            "mlp_out",
-            "norm",
-            "bias",
-        ),
-    ]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == GPT_ROLES
     for axes, quantity in ((left, "curvature"), (right, "scale")):
         lines = {line.get_label(): line for line in axes.get_lines()}
         assert len(axes.get_lines()) == len(block_lr.history[0].scale)
@@ -199,20 +172,7 @@ def test_the_table_of_scales_is_aligned_and_narrow():
     lines = str(block_lr.last_scales).splitlines()
     assert lines == repr(block_lr.last_scales).splitlines()
     assert lines[0].split() == ["role", "blocks", "min", "median", "max"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        *(
-            "embedding",
-            "position",
-            "query",
-            "key",
-            "value",
-            "output",
-            "mlp_in",
-            "mlp_out",
-            "norm",
-            "bias",
-        ),
-    ]
+    assert [line.split()[0] for line in lines[1:]] == GPT_ROLES
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= 80
     queries = torch.cat(

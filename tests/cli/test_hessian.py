@@ -14,6 +14,7 @@ from blockopt.analysis.plots.model_curvature import MOST_IN_A_PLOT, pooled_mass,
 from blockopt.blocks import BlockGroup, block_groups
 from blockopt.cli import main
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
+from tests.helpers.block_lr import GPT_ROLES
 from tests.helpers.hessian_command import (
     QUICK,
     checkpoint,
@@ -140,19 +141,7 @@ def test_more_blocks_than_a_plot_holds_are_pooled_by_role():
     short = report.short_labels()
     labels, mass = pooled_mass(report.mass, short)
     spectra = pooled_spectra(report.blocks, short, report.whole)
-    roles = {
-        "embedding",
-        "position",
-        "query",
-        "key",
-        "value",
-        "output",
-        "mlp_in",
-        "mlp_out",
-        "norm",
-        "bias",
-    }
-    assert set(labels) == {BlockGroup(role) for role in roles}
+    assert set(labels) == {BlockGroup(role) for role in GPT_ROLES}
     assert set(spectra) == {*labels, "whole"}
     assert float(mass.sum()) == pytest.approx(float(report.mass.matrix.sum()), rel=1e-12)
     assert report.mass.labels == tuple(report.blocks)

@@ -7,6 +7,10 @@ from blockopt.block_lr import BlockLR
 from blockopt.blocks.split import block_numel
 from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
 
+GPT_ROLES = [
+    *("embedding", "position", "query", "key", "value", "output"),
+    *("mlp_in", "mlp_out", "norm", "bias"),
+]
 # Scales inside the step, and scales that multiply the learning rates of groups
 BUILD = {
     "block": lambda model: blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2),
