@@ -21,7 +21,7 @@ from blockopt.measure.closures import (
     refuse_sharded,
     trainable_parameters,
 )
-from blockopt.measure.second_derivatives import twice_differentiable
+from blockopt.measure.second_derivatives import hessian_products
 
 LARGEST_FACTOR = 1e3  # what a probe is multiplied by, at most, before rounding
 
@@ -76,31 +76,17 @@ def hutchinson(
     refuse_sharded(model, "hutchinson")
     generator = default_generator(generator)
     parameters = trainable_parameters(model)
-    tensors = list(parameters.values())
 
     def measure_traces(evaluation: Evaluation, blocks: Mapping[str, Blocks]) -> Curvature:
-        with twice_differentiable():
-            gradients = torch.autograd.grad(
-                evaluation(), tensors, create_graph=True, materialize_grads=True
-            )
-        detached = {name: g.detach() for name, g in zip(parameters, gradients)}
-        factors = probe_factors(averaged_over_ranks(detached, parameters), blocks)
-        connected = [(g, name) for g, name in zip(gradients, parameters) if g.requires_grad]
+        gradients, times = hessian_products(evaluation, parameters)
+        factors = probe_factors(averaged_over_ranks(gradients, parameters), blocks)
         traces = block_zeros(parameters, blocks)
-        for probe in range(num_probes):
+        for _ in range(num_probes):
             probes = {
                 name: _probe(p, blocks[name], factors[name], generator)
                 for name, p in parameters.items()
             }
-            with twice_differentiable():
-                products = torch.autograd.grad(
-                    [g for g, _ in connected],
-                    tensors,
-                    [probes[name] for _, name in connected],
-                    retain_graph=probe + 1 < num_probes,
-                    materialize_grads=True,
-                )
-            for name, product in zip(parameters, products):
+            for name, product in times(probes).items():
                 dots = block_dots(probes[name], product, blocks[name])
                 traces[name] += dots / (factors[name].to(dots) ** 2 * num_probes)
         return traces

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from blockopt.blocks import Blocks, Level, block_groups, checked_blocks, expand, sum_groups
-from blockopt.checks import check_choice, check_count
+from blockopt.checks import check_count
 from blockopt.measure.closures import (
     Curvature,
     Evaluation,
@@ -20,16 +19,7 @@ from blockopt.measure.closures import (
     refuse_sharded,
     trainable_parameters,
 )
-from blockopt.measure.loss_curvature import CaptureLosses, LossCurvature
-from blockopt.measure.second_derivatives import (
-    Product,
-    Vectors,
-    hessian_products,
-    pulled_back,
-    twice_differentiable,
-)
-
-Matrix = Literal["hessian", "gauss_newton"]
+from blockopt.measure.second_derivatives import Product, Vectors, hessian_products
 
 
 def top_eigenvalue(
@@ -38,7 +28,6 @@ def top_eigenvalue(
     *,
     blocks: Mapping[str, Blocks] | None = None,
     by: Level = "role",
-    matrix: Matrix = "hessian",
     num_products: int = 8,
     generator: torch.Generator | None = None,
 ) -> Curvature:
@@ -47,9 +36,9 @@ def top_eigenvalue(
     Gradient descent on one group alone is stable only for learning rates below `2 / λ_max`. Lanczos
     starts from a random vector of each group, so estimates are from below, and most precise for
     groups with few large eigenvalues, as transformers have them. Every product takes a forward
-    pass, a gradient with its graph, and a backward pass per group (two for the Gauss-Newton
-    matrix): for the ten roles of a GPT and 8 products about 180 gradients per batch. Refresh
-    rarely. Other entries of the Hessian, between groups, play no part.
+    pass, a gradient with its graph, and a backward pass per group: for the ten roles of a GPT and 8
+    products about 180 gradients per batch. Refresh rarely. Other entries of the Hessian, between
+    groups, play no part. `analysis.top_eigenpairs` has those of any operator.
 
     Attention runs on the math kernel, and compiled models run eagerly.
 
@@ -60,8 +49,6 @@ def top_eigenvalue(
         blocks: What `find_blocks(model)` returns; found here by default.
         by: Which blocks form a group: those of a "role", of a role in a "layer" or in a "tensor",
             or each alone, "head".
-        matrix: "hessian", for any loss, or "gauss_newton", for a loss that calls `F.cross_entropy`,
-            `F.mse_loss` or `F.binary_cross_entropy_with_logits`.
         num_products: Steps of Lanczos.
         generator: Draws the first vectors; its seed is 0 by default.
 
@@ -79,18 +66,13 @@ def top_eigenvalue(
         {'weight': tensor([50.0000])}
     """
     check_count("num_products", num_products)
-    check_choice("matrix", matrix, get_args(Matrix))
     refuse_sharded(model, "top_eigenvalue")
     groups = _Groups(checked_blocks(model, blocks), trainable_parameters(model), by)
 
     def products(vectors: Vectors) -> Vectors:
         def measure(evaluation: Evaluation) -> dict[str, Tensor]:
-            with twice_differentiable():
-                if matrix == "hessian":
-                    _, product = hessian_products(evaluation, groups.parameters)
-                else:
-                    product = _gauss_newton(evaluation, groups.parameters)
-                return groups.diagonal_products(product, vectors)
+            _, product = hessian_products(evaluation, groups.parameters)
+            return groups.diagonal_products(product, vectors)
 
         return average_over_batches(model, losses, measure)
 
@@ -206,31 +188,3 @@ class _Groups:
         entry, p = self._blocks[name], self.parameters[name]
         by_block = values[self._numbers[name]].to(p.device)
         return expand(by_block, entry.split, p.ndim)
-
-
-def _gauss_newton(evaluation: Evaluation, parameters: Mapping[str, Tensor]) -> Product:
-    """Return products with `Jᵀ Λ J` of some parameters."""
-    with CaptureLosses() as seen:
-        loss = evaluation()
-    curvature = LossCurvature(loss, seen.calls)
-    predictions = curvature.predictions
-    # Jᵀ u is linear in u, so that its derivative by u along v is J v, at any u.
-    duals = {
-        str(i): torch.zeros_like(prediction, requires_grad=True)
-        for i, prediction in enumerate(predictions)
-    }
-    found = torch.autograd.grad(
-        predictions,
-        list(parameters.values()),
-        list(duals.values()),
-        create_graph=True,
-        materialize_grads=True,
-    )
-    backward = dict(zip(parameters, found))
-
-    def product(vectors: Vectors) -> Vectors:
-        forward = pulled_back([backward[name] for name in vectors], duals, list(vectors.values()))
-        weighted = curvature.product(list(forward.values()))
-        return pulled_back(predictions, {n: parameters[n] for n in vectors}, weighted)
-
-    return product

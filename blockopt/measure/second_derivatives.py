@@ -37,24 +37,19 @@ def hessian_products(
     gradients = dict(zip(parameters, found))
 
     def times(vectors: Vectors) -> Vectors:
-        outputs = [gradients[name] for name in vectors]
-        inputs = {name: parameters[name] for name in vectors}
+        pairs = [
+            (gradients[name], v) for name, v in vectors.items() if gradients[name].requires_grad
+        ]
+        if not pairs:
+            return {name: torch.zeros_like(v) for name, v in vectors.items()}
         with twice_differentiable():
-            return pulled_back(outputs, inputs, list(vectors.values()))
+            products = torch.autograd.grad(
+                [gradient for gradient, _ in pairs],
+                [parameters[name] for name in vectors],
+                [v.to(gradient) for gradient, v in pairs],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+        return dict(zip(vectors, products))
 
     return {name: gradient.detach() for name, gradient in gradients.items()}, times
-
-
-def pulled_back(outputs: list[Tensor], inputs: Vectors, along: list[Tensor]) -> dict[str, Tensor]:
-    """Return `Σ alongᵀ ∂output/∂input` for each input, zero where there is no dependence."""
-    pairs = [(output, v.to(output)) for output, v in zip(outputs, along) if output.requires_grad]
-    if not pairs:
-        return {name: torch.zeros_like(x) for name, x in inputs.items()}
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        list(inputs.values()),
-        [v for _, v in pairs],
-        retain_graph=True,
-        materialize_grads=True,
-    )
-    return dict(zip(inputs, found))

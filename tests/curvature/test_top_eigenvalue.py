@@ -1,4 +1,4 @@
-"""The largest eigenvalue of each group equals that of its dense Hessian or Gauss-Newton block."""
+"""The largest eigenvalue of each group equals that of its dense Hessian block."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 import blockopt
 from blockopt import BlockAdamW, BlockLR, param_groups
-from blockopt.analysis import GaussNewtonOperator, HessianOperator, dense
+from blockopt.analysis import HessianOperator, dense
 from blockopt.curvature import top_eigenvalue
 from recipes.common.gpt2 import GPT2, GPT2Config
 
@@ -26,16 +26,14 @@ def tiny_gpt():
     return model, [loss_of(batch, 1 + number) for number, batch in enumerate(batches)]
 
 
-@pytest.mark.parametrize("matrix", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize("by", ["role", "head"])
-def test_equals_dense_blocks(matrix, by):
+def test_equals_dense_blocks(by):
     """Lanczos of as many steps as it takes, over several batches of different weights."""
     model, losses = tiny_gpt()
     blocks = blockopt.find_blocks(model, per_row=())
     steps = 14 if by == "head" else 30
-    found = top_eigenvalue(model, losses, blocks=blocks, by=by, matrix=matrix, num_products=steps)
-    kind = HessianOperator if matrix == "hessian" else GaussNewtonOperator
-    operator = kind(model, losses, blocks=blocks)
+    found = top_eigenvalue(model, losses, blocks=blocks, by=by, num_products=steps)
+    operator = HessianOperator(model, losses, blocks=blocks)
     groups, numbers = blockopt.blocks.block_groups(blocks, by)
     parts = operator.blocks(by)
     exact = torch.stack([torch.linalg.eigvalsh(dense(parts[group]))[-1] for group in groups])
@@ -47,10 +45,7 @@ def test_equals_dense_blocks(matrix, by):
 def test_few_products_are_from_below_and_close():
     model, losses = tiny_gpt()
     blocks = blockopt.find_blocks(model, per_row=())
-    few, many = (
-        top_eigenvalue(model, losses[0], blocks=blocks, matrix="gauss_newton", num_products=n)
-        for n in (8, 40)
-    )
+    few, many = (top_eigenvalue(model, losses[0], blocks=blocks, num_products=n) for n in (8, 40))
     for name, values in few.items():
         assert bool((values <= many[name] * (1 + 1e-9) + 1e-12).all())
         assert bool((values >= 0.7 * many[name]).all()), name
@@ -96,5 +91,3 @@ def test_errors():
     model, losses = tiny_gpt()
     with pytest.raises(ValueError, match="Invalid num_products=0"):
         top_eigenvalue(model, losses, num_products=0)
-    with pytest.raises(ValueError, match="Invalid matrix='fisher'"):
-        top_eigenvalue(model, losses, matrix="fisher")
