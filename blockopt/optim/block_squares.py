@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from blockopt.blocks import Blocks, block_numel, block_sum_along
+from blockopt.blocks import Blocks, block_sum_along
 from blockopt.distributed import Reduced, local, sums_over_ranks
 from blockopt.optim.chunks import in_chunks
 
@@ -36,7 +36,8 @@ def _mean_over_blocks(row: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Te
     sums = block_sum_along(row, split)
     if split.is_even:
         return sums / max(1, numel // split.num_blocks)
-    return sums / block_numel(shape, split).to(sums)
+    along = torch.full_like(row, numel // max(1, row.numel()))
+    return sums / block_sum_along(along, split)
 
 
 def square_sums(x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:

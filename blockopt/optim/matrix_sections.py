@@ -102,12 +102,14 @@ def update_size(blocks: Blocks, shape: tuple[int, int]) -> float:
     return UNIT * math.sqrt(max(1.0, outputs / max(1, inputs)))
 
 
-def block_sizes(blocks: Blocks, of: list[Section]) -> Tensor:
+def block_sizes(blocks: Blocks, of: list[Section], device: torch.device) -> Tensor:
     """`update_size` of the matrix that each block belongs to, one value per block."""
+    parts = (1,) if blocks.split is None else blocks.split.parts
     sizes = [update_size(blocks, section.matrix_shape) for section in of]
-    if blocks.split is None:
-        return torch.tensor(sizes, dtype=torch.float64)
-    once = torch.tensor(sizes, dtype=torch.float64).repeat_interleave(
-        torch.tensor(blocks.split.parts)
+    once = torch.cat(
+        [
+            torch.full((number,), size, dtype=torch.float64, device=device)
+            for number, size in zip(parts, sizes)
+        ]
     )
     return once.repeat(blocks.num_blocks // len(once))

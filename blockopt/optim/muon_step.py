@@ -209,7 +209,7 @@ def _apply_part(step: MatrixStep, update: Tensor) -> None:
         return
     like = torch.empty(parameter.shape, device="meta")
     scale = _wide_scale(step.entry)
-    sizes = step.lr * block_sizes(blocks, sections(like, blocks)).to(scale.device)
+    sizes = step.lr * block_sizes(blocks, sections(like, blocks), scale.device)
     factor = expand(scale * sizes.to(scale.dtype), blocks.split, parameter.ndim)
     apply(local(parameter), local_part(factor, parameter), step.kept, update)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from blockopt.blocks import Blocks, Split
 from blockopt.distributed import Reduced, local_part
 from blockopt.optim.block_squares import accumulation_dtype, square_sums
+from blockopt.optim.input_directions import maps_of
 
 INTO, OUT = {"mlp_in", "mlp_gate"}, {"mlp_out"}
 SMALLEST = 0.01  # of the mean square: a neuron whose steps were nearly zero grows by at most 10
@@ -37,11 +38,9 @@ def neuron_dims(blocks: Blocks) -> tuple[int, ...] | None:
     split, roles = blocks.split, set(blocks.roles)
     if split is None or not (roles <= INTO or roles <= OUT):
         return None
-    first = 0 if split.stack == 1 else 1
-    if split.dim > first + 1:
-        return None
-    along = split.dim if roles <= INTO else 2 * first + 1 - split.dim
-    return (along,) if split.stack == 1 else (0, along)
+    maps = maps_of(blocks)
+    along = maps.out if roles <= INTO else maps.inp
+    return (along,) if maps.stack is None else (maps.stack, along)
 
 
 def new_neuron_state(parameter: Tensor, blocks: Blocks) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A step on an accelerator waits for nothing, and a bad gradient is told one step later.
+"""A step on an accelerator waits for nothing, can be recorded, and tells of bad gradients later.
 
 The accelerator is a stand-in that computes on the CPU and raises when the host asks for a number.
 """
@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import blockopt
-from tests.helpers.accelerator import Accelerator, OnAccelerator, on_accelerator, waiting_allowed
+from blockopt.blocks import Split, to_plain
+from tests.helpers.accelerator import (
+    Accelerator,
+    Graph,
+    OnAccelerator,
+    on_accelerator,
+    waiting_allowed,
+)
 from tests.helpers.optimizers import OPTIMIZERS, random_gradients, random_scales, tiny_gpt
 
 
@@ -41,13 +48,22 @@ def make(request):
     return OPTIMIZERS[request.param]
 
 
+@pytest.fixture(params=[True, False], ids=["fused", "elementary"])
+def fused(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr("blockopt.optim.fused.FUSED_DEVICES", ("cpu",))
+
+
 def give_gradients(model, seed, bad=None):
     gradients = random_gradients(tiny_gpt(dtype=torch.float64), seed)
     if bad is not None:
         gradients["h.1.attn.c_attn.weight"][-1, -1] = bad
     for name, p in model.named_parameters():
         moved = isinstance(p, OnAccelerator)
-        p.grad = OnAccelerator(gradients[name].clone()) if moved else gradients[name].clone()
+        if p.grad is None:
+            p.grad = OnAccelerator(gradients[name].clone()) if moved else gradients[name].clone()
+        else:
+            values(p.grad).copy_(gradients[name])
 
 
 def values(x):
@@ -70,11 +86,9 @@ def make_pair(make, **options):
     return (plain, a), (moved, b)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("shortest", [1, 1 << 15])  # scales of rows, and entry by entry
-def test_steps_wait_for_nothing_and_equal_those_of_the_cpu(make, fused, shortest, monkeypatch):
-    if not fused:
-        monkeypatch.setattr("blockopt.optim.fused.FUSED_DEVICES", ("cpu",))
+def test_steps_wait_for_nothing_and_equal_those_of_the_cpu(make, shortest, monkeypatch):
     monkeypatch.setattr("blockopt.optim.scale_runs.SHORTEST", shortest)
     (plain, a), (moved, b) = make_pair(make)
     for step in range(3):
@@ -86,11 +100,58 @@ def test_steps_wait_for_nothing_and_equal_those_of_the_cpu(make, fused, shortest
         torch.testing.assert_close(values(y), values(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.usefixtures("fused")
+def test_a_recorded_step_replays_with_other_gradients_scales_and_rates(make):
+    """As in a CUDA graph; a bad gradient then changes nothing and is counted."""
+    (plain, a), (moved, b) = make_pair(make, nonfinite="skip")
+    rate = OnAccelerator(torch.tensor(a.defaults["lr"], dtype=torch.float64))
+    graph = Graph()
+    for group in b.param_groups:
+        group["lr"] = rate
+    for step in range(5):
+        if step == 3:
+            scales = random_scales(a, seed=step)
+            a.set_block_scales(scales)
+            with waiting_allowed():
+                b.set_block_scales(scales)
+            for group in a.param_groups:
+                group["lr"] *= 0.5
+            values(rate).mul_(0.5)
+        give_gradients(plain, step)
+        give_gradients(moved, step)
+        a.step()
+        if step == 0:  # makes the state
+            b.step()
+        elif step == 1:
+            with graph.recording():
+                b.step()
+        else:
+            graph.replay()
+    for x, y in zip(plain.parameters(), moved.parameters()):
+        torch.testing.assert_close(values(y), values(x), rtol=1e-10, atol=1e-12)
+    before = everything(moved, b)
+    give_gradients(moved, 5, math.nan)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(moved, b)))
+    with waiting_allowed(), pytest.warns(UserWarning, match="refused step number 1"):
+        assert b.nonfinite_steps == 1
+
+
+def test_uneven_blocks_are_measured_on_the_device():
+    uneven = to_plain(blockopt.Blocks(("query", "key"), split=Split(0, (8, 4), (1, 1))))
+    weights = [torch.ones(12, 6), OnAccelerator(torch.ones(12, 6))]
+    for weight in weights:
+        group = {"params": [("weight", weight.requires_grad_())], "blocks": [uneven]}
+        optimizer = blockopt.BlockAdamW([group], second_moment="block")
+        gradient = torch.arange(72.0).view(12, 6)
+        weight.grad = gradient if weight is weights[0] else OnAccelerator(gradient)
+        optimizer.step()
+    torch.testing.assert_close(*map(values, weights))
+
+
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_gradient_changes_nothing_and_raises_one_step_later(make, fused, bad, monkeypatch):
-    if not fused:
-        monkeypatch.setattr("blockopt.optim.fused.FUSED_DEVICES", ("cpu",))
+def test_bad_gradient_changes_nothing_and_raises_one_step_later(make, bad):
     _, (model, optimizer) = make_pair(make)
     give_gradients(model, 0)
     optimizer.step()

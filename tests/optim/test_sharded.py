@@ -1,6 +1,8 @@
 """Sharded and replicated training on two processes equals training on one."""
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
+from blockopt.distributed import local
+from tests.helpers.accelerator import answers_come_late
 from tests.helpers.optimizers import (
     OPTIMIZERS,
     random_gradients,
@@ -88,16 +92,33 @@ def sharded_checkpoint_resumes_exactly(rank):
 
 
 def all_refuse_a_nonfinite_gradient(rank):
-    """Only one rank holds the broken entry; both must refuse."""
+    for name, late in itertools.product(OPTIMIZERS, (False, True)):
+        with answers_come_late() if late else contextlib.nullcontext():
+            all_refuse_with(name, late)
+
+
+def all_refuse_with(name, late):
+    """Only one rank holds the broken entry; no weight and no state changes on either."""
     model = shard(tiny_gpt())
-    optimizer = OPTIMIZERS["adamw"](blockopt.param_groups(model))
-    gradients = random_gradients(tiny_gpt(), 0)
-    gradients["wte.weight"][-1, -1] = float("inf")
-    sharded_gradients(model, gradients)
-    before = [p.to_local().clone() for p in model.parameters()]
+    optimizer = scaled_optimizer(name, model)
+    for step in range(2):
+        gradients = random_gradients(tiny_gpt(), step)
+        if step == 1:
+            before = everything(model, optimizer)
+            gradients["wte.weight"][-1, -1] = float("inf")
+        sharded_gradients(model, gradients)
+        if step == 0 or late:
+            optimizer.step()
     with pytest.raises(FloatingPointError, match="No weight"):
-        optimizer.step()
-    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
+        optimizer.state_dict() if late else optimizer.step()
+    after = everything(model, optimizer)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True)), (name, late)
+
+
+def everything(model, optimizer):
+    """Copies of what this rank holds of the parameters and their states."""
+    states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return [local(tensor).detach().clone() for tensor in (*model.parameters(), *states)]
 
 
 def replicated_equals_accumulated(rank):
