@@ -1,7 +1,9 @@
-"""How much could block learning rates gain? Multiply that of each role, and train to the end.
+"""How much could block learning rates gain? Multiply one after the other, and train to the end.
 
     python recipes/sensitivity.py                                       a quarter of an hour
     python recipes/sensitivity.py --optimizers block-adamw --size 1M --steps 1200 --seeds 3
+    python recipes/sensitivity.py --by layer                            roles of single layers
+    python recipes/sensitivity.py --by token                            rows of the embedding
     python recipes/sensitivity.py --data corpus/                        another corpus
     python recipes/sensitivity.py --signals                             and what predicts it
 
@@ -25,11 +27,11 @@ from rich.table import Table
 
 from blockopt.files import write_whole
 from recipes.common.checkpoints import run_lock
-from recipes.common.errors import one_line_errors
+from recipes.common.errors import UsageError, one_line_errors
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import PRESETS
 from recipes.comparison import role_scales, role_signals
-from recipes.comparison.role_scales import Case
+from recipes.comparison.role_scales import Case, Groups
 from recipes.comparison.run_config import DataConfig
 from recipes.comparison.runs import RunResult, provenance
 from recipes.comparison.studies import Study
@@ -42,12 +44,15 @@ def main() -> None:
     options = arguments().parse_args()
     console = Console()
     with one_line_errors():
+        if options.signals and options.by != "role":
+            raise UsageError("--signals is about roles: leave out --by, or --signals.")
         study = chosen_study(options)
-        finals = run_all(study, options, console)
+        groups = role_scales.groups_by(options.by, study.model.depth)
+        finals = run_all(study, options, groups, console)
     rows = [
         row
         for optimizer in options.optimizers
-        for row in role_scales.differences(finals, optimizer, options.seeds)
+        for row in role_scales.differences(finals, optimizer, options.seeds, groups)
     ]
     show(rows, console)
     data = study.data.source.rstrip("/").rsplit("/", 1)[-1]
@@ -71,6 +76,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizers", nargs="+", choices=names, default=names[:2], metavar="NAME", help=about
     )
+    kinds = "what to multiply: a role, a role of one layer, or the embedding's rows of some tokens"
+    parser.add_argument("--by", choices=role_scales.KINDS, default="role", help=kinds)
     parser.add_argument("--size", choices=list(PRESETS), default="0.5M", help="of the model")
     parser.add_argument("--steps", type=int, default=300, help="length of each run")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
@@ -103,14 +110,14 @@ def chosen_study(options: argparse.Namespace) -> Study:
 
 
 def run_all(
-    study: Study, options: argparse.Namespace, console: Console
+    study: Study, options: argparse.Namespace, groups: Groups, console: Console
 ) -> dict[tuple[Case, int], float]:
     """Return the final loss of each case and seed."""
     wanted = [
         (case, seed)
         for seed in range(options.seeds)
         for optimizer in options.optimizers
-        for case in role_scales.cases(optimizer)
+        for case in role_scales.cases(optimizer, groups)
     ]
     finals: dict[tuple[Case, int], float] = {}
     with (
@@ -122,7 +129,7 @@ def run_all(
         places: dict[Future[RunResult], tuple[Case, int]] = {}
         for case, seed in wanted:
             lr = role_scales.OPTIMIZERS[case.optimizer]
-            places[submit(role_scales.config(study, case, lr, seed))] = (case, seed)
+            places[submit(role_scales.config(study, case, lr, seed, groups))] = (case, seed)
         for future in as_completed(places):
             finals[places[future]] = future.result().final
             progress.advance(task)
@@ -142,7 +149,7 @@ def all_signals(
     with Progress(console=console) as progress:
         for optimizer, signal in progress.track(wanted, description="signals"):
             lr = role_scales.OPTIMIZERS[optimizer]
-            config = role_scales.config(study, Case(optimizer), lr, 0)
+            config = role_scales.config(study, Case(optimizer), lr, 0, {})
             asked, paid = role_signals.measured(config, signal), role_signals.truth(rows, optimizer)
             both = [roles for roles in paid if roles in asked]
             value, low, high = role_signals.correlation(
@@ -156,13 +163,12 @@ def all_signals(
 
 
 def show(rows: list[dict[str, object]], console: Console) -> None:
-    """Print the change of the loss, one row per group of roles."""
+    """Print the change of the loss, one row per group of blocks."""
     multipliers = [f"×{multiplier:g}" for multiplier in role_scales.MULTIPLIERS]
-    table = Table("optimizer", "roles", *multipliers, title="Change of the final loss, nats")
-    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-        for roles in role_scales.ROLE_GROUPS:
-            own = [r for r in rows if (r["optimizer"], r["roles"]) == (optimizer, roles)]
-            table.add_row(str(optimizer), roles, *(f"{row['mean']:+.3f}" for row in own))
+    table = Table("optimizer", "blocks", *multipliers, title="Change of the final loss, nats")
+    for optimizer, group in dict.fromkeys((row["optimizer"], row["group"]) for row in rows):
+        own = [r for r in rows if (r["optimizer"], r["group"]) == (optimizer, group)]
+        table.add_row(str(optimizer), str(group), *(f"{row['mean']:+.3f}" for row in own))
     console.print(table)
 
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blockopt
-from blockopt.blocks import per_block
 from recipes.common.optimizers import build_optimizer
 from recipes.common.training import Training
 from recipes.comparison.controls import SHUFFLE_SEED, ShuffledBlockLR, controlled
+from recipes.comparison.fixed_scales import fixed_scales
 from recipes.comparison.tuning import Axis
 
 REFRESHES = 20
@@ -174,7 +174,13 @@ ARMS = _arms()
 
 
 def build(
-    arm: Arm, model: nn.Module, values: Mapping[str, float], *, steps: int, seed: int
+    arm: Arm,
+    model: nn.Module,
+    values: Mapping[str, float],
+    *,
+    steps: int,
+    seed: int,
+    tokens: Tensor | None = None,
 ) -> Training:
     """Return the model with the optimizer of an arm, and its `BlockLR` if it has one.
 
@@ -182,9 +188,10 @@ def build(
         arm: What to train with.
         model: What to train.
         values: One value for each of the arm's hyperparameters; and for arms of blockopt, under
-            `ROLE_scale`, multipliers of the learning rate of a role.
+            `NAME_scale`, multipliers of the learning rate of what `fixed_scales.py` calls NAME.
         steps: Length of the run, over which refreshes are spread.
         seed: For the samples that curvature draws.
+        tokens: The text to train on, which multipliers of rows of the embedding are told by.
 
     Raises:
         ValueError: If a value is missing or unknown.
@@ -199,7 +206,7 @@ def build(
     optimizer = build_optimizer(arm.optimizer, model, values["lr"], weight_decay=decay)
     _scale_groups(optimizer, model, values)
     if scales:
-        set_role_scales(optimizer, model, scales)
+        optimizer.set_block_scales(fixed_scales(model, scales, tokens))
     if arm.scales is None:
         return Training(model, optimizer, None)
     if arm.scales == "ratios":
@@ -215,16 +222,6 @@ def build(
     every = max(1, steps // REFRESHES)
     options = {"curvature": arm.scales, "every": every, "power": power, "seed": seed}
     return Training(model, optimizer, kind(optimizer, model, **options))
-
-
-def set_role_scales(optimizer: Any, model: nn.Module, scales: Mapping[str, float]) -> None:
-    """Multiply the learning rate of whole roles, in an optimizer of blockopt."""
-    blocks = blockopt.find_blocks(model)
-    by_role = {
-        name: per_block([scales.get(role, 1.0) for role in entry.roles], entry)
-        for name, entry in blocks.items()
-    }
-    optimizer.set_block_scales(by_role)
 
 
 def _scale_groups(

@@ -59,7 +59,7 @@ def correlation(signal: Sequence[float], truth: Sequence[float]) -> Correlation:
 
 def truth(rows: Sequence[Mapping[str, object]], optimizer: str) -> dict[str, float]:
     """Return the loss at half the learning rate minus that at twice, for each group of roles."""
-    means = {(r["roles"], r["multiplier"]): r["mean"] for r in rows if r["optimizer"] == optimizer}
+    means = {(r["group"], r["multiplier"]): r["mean"] for r in rows if r["optimizer"] == optimizer}
     return {
         roles: float(means[roles, 0.5]) - float(means[roles, 2.0])  # type: ignore[arg-type]
         for roles in ROLE_GROUPS

@@ -11,6 +11,7 @@ from recipes import sensitivity
 from recipes.common.gpt2 import GPT2, GPT2Config
 from recipes.comparison import role_scales, role_signals
 from recipes.comparison.arms import ARMS, build
+from recipes.comparison.fixed_scales import fixed_scales
 from recipes.comparison.role_scales import Case, cases, differences
 from recipes.comparison.run_config import DataConfig, RunConfig
 
@@ -36,11 +37,38 @@ def test_a_run_multiplies_its_roles_and_no_other(optimizer):
     assert all(bool((s == 1).all()) for name, s in scales.items() if "c_attn" not in name)
 
 
+@pytest.mark.parametrize("optimizer", role_scales.OPTIMIZERS)
+def test_a_run_multiplies_one_layer_or_the_rows_of_some_tokens(optimizer):
+    two_layers = GPT2(replace(TINY, depth=2))
+    values = {"lr": 0.1, "weight_decay": 0.1, "value.1_scale": 4.0, "embedding.rare_scale": 0.5}
+    tokens = torch.tensor([7] * 50 + [9] * 30 + list(range(20)))  # 7 makes half, 9 a third
+    options = {"steps": 2, "seed": 0, "tokens": tokens}
+    scales = build(ARMS[optimizer], two_layers, values, **options).optimizer.block_scales()
+    layers = [s.tolist() for name, s in scales.items() if name.endswith("c_attn.weight")]
+    assert layers == [[1.0] * 6, [1.0] * 4 + [4.0] * 2]
+    rows = next(s for name, s in scales.items() if name.endswith("wte.weight"))
+    assert [token for token in range(256) if rows[token] == 1] == [7, 9]
+    assert set(rows.tolist()) == {1.0, 0.5}
+
+
+def test_scales_of_blocks_that_a_model_lacks_are_refused():
+    values = {"lr": 0.1, "weight_decay": 0.1, "value.9_scale": 4.0}
+    with pytest.raises(ValueError, match=r"value\.9"):
+        build(ARMS["block-sgd"], GPT2(TINY), values, steps=2, seed=0)
+
+
+@pytest.mark.parametrize("kind", role_scales.KINDS)
+def test_groups_do_not_overlap(kind):
+    named = [name for names in role_scales.groups_by(kind, 3).values() for name in names]
+    assert len(named) == len(set(named))
+    fixed_scales(GPT2(replace(TINY, depth=3)), dict.fromkeys(named, 2.0), torch.arange(256))
+
+
 def test_differences_are_paired_by_seed():
     finals = {(case, seed): 3.0 + seed for case in cases("block-muon") for seed in range(3)}
     finals |= {(Case("block-muon", "value", 4.0), seed): 2.9 + seed for seed in range(3)}
     finals[Case("block-muon", "output", 2.0), 1] = float("inf")  # a run that diverged
-    rows = {(r["roles"], r["multiplier"]): r for r in differences(finals, "block-muon", 3)}
+    rows = {(r["group"], r["multiplier"]): r for r in differences(finals, "block-muon", 3)}
     assert rows["value", 4.0]["mean"] == pytest.approx(-0.1)
     assert rows["value", 4.0]["high"] == pytest.approx(-0.1)
     assert rows["value", 0.5]["mean"] == 0
@@ -58,7 +86,7 @@ def test_the_script_writes_data_and_a_picture_and_reads_finished_runs(tmp_path, 
     torch.manual_seed(0)
     sensitivity.main()
     first = json.loads((tmp_path / "out" / "sensitivity.json").read_text())["rows"]
-    assert [row["roles"] for row in first] == list(role_scales.ROLE_GROUPS)
+    assert [row["group"] for row in first] == list(role_scales.ROLE_GROUPS)
     assert any(row["mean"] != 0 for row in first)
     assert (tmp_path / "out" / "sensitivity.png").stat().st_size > 10_000
     monkeypatch.setattr("recipes.comparison.runs.train", None)  # would fail if a run was repeated
