@@ -65,7 +65,8 @@ def train(config: RunConfig, folder: Path, code: str, weights: Path | None = Non
     with warnings.catch_warnings():
         # What these warn about is counted in `failed_refreshes`.
         warnings.filterwarnings("ignore", "No block had a positive|The (refresh|curvature) of")
-        options = {"steps": config.steps, "seed": config.seed, "tokens": data.train}
+        text = token_data(config.data).train
+        options = {"steps": config.steps, "seed": config.seed, "tokens": text}
         training = build(arm, model, dict(config.values), **options)
         set_rates = scheduled(training.optimizer, config)
         cost = ESTIMATORS[arm.scales].gradients if arm.scales in ESTIMATORS else 0
