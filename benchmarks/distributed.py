@@ -42,6 +42,7 @@ def computed_rows(computed: dict[str, dict[int, dict[str, float]]]) -> list[list
             f"{cost['state_bytes'] / GB:.2f}",
             f"{cost['received_undivided'] / GB:.1f}",
             f"{cost['received'] / GB:.3f}",
+            f"{cost['received_vectors'] / GB:.3f}",
             f"{cost['flops_undivided']:.1e}",
             f"{cost['flops']:.1e}",
         ]
@@ -85,7 +86,8 @@ def main() -> None:
     show(f"Sharded steps, {arguments.size}, per rank", columns, measured_rows(measured), run)
     warn_if_busy(run)
     computed = {model: {gpus: per_gpu(model, gpus) for gpus in GPUS} for model in LLAMAS}
-    columns = ["model, GPUs", "GB of state", "GB undivided", "GB", "FLOP undivided", "FLOP"]
+    columns = ["model, GPUs", "GB of state", "GB undivided", "GB", "GB of vectors"]
+    columns += ["FLOP undivided", "FLOP"]
     show("BlockMuon, per GPU and step, by formula", columns, computed_rows(computed), run)
     save(arguments.output, {"conditions": run, "measured": measured, "computed": computed})
     plot(arguments.plot, computed)

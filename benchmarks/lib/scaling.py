@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockopt.optim.divided_work import choose_owners
+from blockopt.optim.input_directions import PROBES
+from blockopt.optim.muon import TABLE_PROBES
 from blockopt.optim.newton_schulz import orthogonalization_flops
 
 
@@ -45,11 +47,24 @@ ITERATIONS = 4
 WIRE, WEIGHT = 2, 4  # bytes of an entry that travels (bfloat16), and of one that is kept (float32)
 
 
+def vector_entries(shapes: Shapes) -> tuple[int, int]:
+    """Return the entries that every GPU keeps whole, and those of them that a step adds up.
+
+    Preconditioning has the probes and the sketch of each matrix's inputs, and a number per neuron;
+    a table has the same of its columns, and a number per row.
+    """
+    inputs = sum(columns for _, columns in shapes.matrices())
+    neurons = 3 * shapes.hidden * shapes.depth
+    added = PROBES * inputs + neurons + 2 * (TABLE_PROBES * shapes.width + shapes.vocabulary)
+    return added + PROBES * inputs + 2 * TABLE_PROBES * shapes.width, added
+
+
 def per_gpu(model: str, gpus: int) -> dict[str, float]:
     """Return what a step costs each GPU, sharded over all of them.
 
-    With `N` entries in hidden matrices, `M` others and `G` GPUs: state (4 N + 8 M) / G bytes;
-    received 2 · 2 N / G · (1 - 1 / G) bytes; work that of the busiest owner. Undivided, every GPU
+    With `N` entries in hidden matrices, `M` others, `G` GPUs, and vectors of `V` entries of which a
+    step adds up `A` over the GPUs: state 4 (N + M) / G + 4 V bytes; received
+    (2 · 2 N / G + 2 · 4 A) (1 - 1 / G) bytes; work that of the busiest owner. Undivided, every GPU
     receives 4 N (1 - 1 / G) bytes and does all of the work.
     """
     shapes = LLAMAS[model].matrices()
@@ -60,10 +75,12 @@ def per_gpu(model: str, gpus: int) -> dict[str, float]:
     for owner, flops in zip(owners, work):
         busiest[owner] += flops
     entries, elsewhere = sum(numels), 1 - 1 / gpus
+    kept, added = vector_entries(LLAMAS[model])
     return {
-        "state_bytes": WEIGHT * (entries + 2 * LLAMAS[model].others()) / gpus,
+        "state_bytes": WEIGHT * ((entries + LLAMAS[model].others()) / gpus + kept),
         "received_undivided": WEIGHT * entries * elsewhere,
         "received": 2 * WIRE * entries / gpus * elsewhere,
+        "received_vectors": 2 * WEIGHT * added * elsewhere,
         "flops_undivided": sum(work),
         "flops": max(busiest),
     }

@@ -19,11 +19,12 @@ from blockopt.distributed.shards import (
     Reduced,
     full,
     is_sharded,
-    largest_over_ranks,
     local,
     local_part,
     placed_like,
+    sharers,
     sums_over_ranks,
+    widened,
 )
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "forward_together",
     "full",
     "is_sharded",
-    "largest_over_ranks",
     "local",
     "local_part",
     "mean_over_ranks",
@@ -43,7 +43,9 @@ __all__ = [
     "placed_like",
     "rank",
     "reshard",
+    "sharers",
     "sums_over_ranks",
     "together",
     "union_over_ranks",
+    "widened",
 ]

@@ -7,7 +7,8 @@ every rank, of which each takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from blockopt.distributed.ranks import num_ranks
 
-Stretches = list[tuple[int, int]]  # from (included) to (excluded) along one dimension
+Region = tuple[tuple[int, int], ...]  # in each dimension the first entry, and one after the last
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -83,43 +84,103 @@ def shard_dims(like: Tensor) -> list[tuple[int, Any]]:
     return [(i, p) for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
 
 
-def local_stretches(like: Tensor, dim: int) -> Stretches:
-    """Which entries of the dimension `dim` of a sharded tensor this rank holds, in their order.
+def own_range(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Which entries of a dimension a rank holds: the first, and one after the last.
+
+    Args:
+        length: Of the dimension.
+        cuts: For each mesh dimension that cuts it, from left to right, how many ranks it has, which
+            of them the rank is, and torch's `split_factor`: the number of ranks in the mesh
+            dimensions to the right that have cut before, as those of tensor parallelism have before
+            those of FSDP2; 1 if none have.
+
+    Example:
+        Seven rows cut by tensor parallelism into four and three, and then by FSDP2 over 3 ranks:
+
+        >>> [own_range(7, [(3, i, 2), (2, j, 1)]) for j in range(2) for i in range(3)]
+        [(0, 2), (2, 4), (4, 4), (4, 5), (5, 6), (6, 7)]
+    """
+    ordered: list[tuple[int, int]] = []
+    for number, index, factor in reversed(cuts):
+        before = 0
+        while factor > 1 and before < len(ordered):
+            factor //= ordered[before][0]
+            before += 1
+        ordered.insert(before, (number, index))
+    start, end = 0, length
+    for number, index in ordered:  # as `torch.chunk` cuts: the last may be shorter, or empty
+        size = -(-(end - start) // number)
+        start, end = min(end, start + index * size), min(end, start + (index + 1) * size)
+    return start, end
+
+
+def _range_of(
+    length: int, dim: int, placements: tuple[Any, ...], mesh: Any, coordinate: Sequence[int]
+) -> tuple[int, int]:
+    """What the rank at a place of the mesh holds of a dimension of a tensor."""
+    cuts = [
+        (mesh.size(i), coordinate[i], getattr(placement, "split_factor", 1))
+        for i, placement in enumerate(placements)
+        if getattr(placement, "dim", None) == dim
+    ]
+    return own_range(length, cuts)
+
+
+def regions_in(group: Any, like: Tensor) -> tuple[Region, ...]:
+    """What each rank of a process group, all of them on its mesh, holds of a sharded tensor."""
+    return _regions(group, tuple(like.shape), like.placements, like.device_mesh)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)  # many matrices are alike, and every step asks
+def _regions(
+    group: Any, shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Any
+) -> tuple[Region, ...]:
+    return tuple(
+        tuple(_range_of(size, dim, placements, mesh, place) for dim, size in enumerate(shape))
+        for place in _coordinates(mesh, group)
+    )
+
+
+def _coordinates(mesh: Any, group: Any) -> list[list[int]]:
+    """The places of the ranks of a process group on a mesh."""
+    return [(mesh.mesh == r).nonzero()[0].tolist() for r in dist.get_process_group_ranks(group)]
+
+
+def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
+    """The process group of the ranks that share all other dimensions of a mesh with this one.
+
+    None if there are no dimensions. All ranks of the mesh ask for the same, in the same order.
+    """
+    if len(dims) < 2:
+        return mesh.get_group(dims[0]) if dims else None
+    return _group_over(mesh, dims, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _group_over(mesh: Any, dims: tuple[int, ...], world: Any) -> Any:
+    place = [slice(None) if i in dims else at for i, at in enumerate(mesh.get_coordinate())]
+    ranks = sorted(mesh.mesh[tuple(place)].flatten().tolist())
+    whole = len(ranks) == num_ranks()
+    return world if whole else dist.new_group(ranks, use_local_synchronization=True)
+
+
+def local_range(like: Tensor, dim: int) -> tuple[int, int]:
+    """The entries of the dimension `dim` of a sharded tensor that this rank holds.
 
     Raises:
-        ValueError: If that does not fit the local part, which can happen where torch's own layout
-            is ambiguous: FSDP2 with tensor parallelism on a dimension that does not divide.
+        ValueError: If that does not fit the local part, cut as neither FSDP2 nor tensor parallelism
+            do.
     """
-    stretches = [(0, like.shape[dim])]
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    coordinate = mesh.get_coordinate()
-    for mesh_dim, placement in shard_dims(like):
-        if placement.dim == dim:
-            pieces = _chunks(stretches, getattr(placement, "split_factor", 1))
-            number, index = mesh.size(mesh_dim), coordinate[mesh_dim]
-            stretches = [s for piece in pieces for s in _chunks(piece, number)[index]]
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    start, end = _range_of(like.shape[dim], dim, placements, mesh, mesh.get_coordinate())
     held = local(like).shape[dim]
-    if sum(end - start for start, end in stretches) != held:
+    if end - start != held:
         raise ValueError(
             f"Cannot tell which {held} of the {like.shape[dim]} entries in dimension {dim} of a "
             f"parameter of shape {tuple(like.shape)} this rank holds, with placements "
-            f"{like.placements}. Choose sizes that the ranks divide."  # type: ignore[attr-defined]
+            f"{placements}. Must be {end - start}, as torch.chunk cuts."
         )
-    return stretches
-
-
-def _chunks(stretches: Stretches, number: int) -> list[Stretches]:
-    """Cut as `torch.chunk` does, with empty ones at the end."""
-    size = -(-sum(end - start for start, end in stretches) // number)
-    chunks: list[Stretches] = [[] for _ in range(number)]
-    position = 0
-    for start, end in stretches:
-        while start < end:
-            index = position // size
-            take = min(end - start, (index + 1) * size - position)
-            chunks[index].append((start, start + take))
-            start, position = start + take, position + take
-    return chunks
+    return start, end
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
@@ -128,9 +189,8 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     for dim in {placement.dim for _, placement in shard_dims(like)}:
         if whole.shape[dim] > 1:
-            stretches = local_stretches(like, dim) or [(0, 0)]  # an empty shard
-            pieces = [whole.narrow(dim, a, b - a) for a, b in stretches]
-            whole = torch.cat(pieces, dim) if len(pieces) != 1 else pieces[0]
+            start, end = local_range(like, dim)
+            whole = whole.narrow(dim, start, end - start)
     return whole
 
 
@@ -169,52 +229,66 @@ def _sums_of_shards(vectors: Sequence[Reduced]) -> list[Tensor]:
             mesh = like.device_mesh  # type: ignore[attr-defined]
             buckets.setdefault((mesh, dims, part.dtype), []).append(index)
     for (mesh, dims, _), chosen in buckets.items():
-        wide = [_widened(vectors[i]) for i in chosen]
+        wide = [widened(vectors[i]) for i in chosen]
         total = torch.cat(wide).to(mesh.device_type)
-        for dim in dims:
-            dist.all_reduce(total, group=mesh.get_group(dim))
+        dist.all_reduce(total, group=group_over(mesh, dims))
         sums = total.to(wide[0].device).split([len(w) for w in wide])
         for index, whole in zip(chosen, sums):
             results[index] = whole
     return results
 
 
-def _widened(vector: Reduced) -> Tensor:
-    """The part at its place in the whole, with zeros elsewhere, as a vector."""
+def widened(vector: Reduced) -> Tensor:
+    """The part at its place in the whole, with zeros elsewhere; of a sharded parameter a vector."""
+    if not is_sharded(vector.like):
+        return vector.part
     whole = vector.part
     for axis, dim in enumerate(vector.dims):
-        part, position = whole, 0
-        whole = part.new_zeros(
-            [*part.shape[:axis], vector.like.shape[dim], *part.shape[axis + 1 :]]
-        )
-        for start, end in local_stretches(vector.like, dim):
-            piece = part.narrow(axis, position, end - start)
-            whole.narrow(axis, start, end - start).copy_(piece)
-            position += end - start
+        part, (start, end) = whole, local_range(vector.like, dim)
+        shape = [*part.shape[:axis], vector.like.shape[dim], *part.shape[axis + 1 :]]
+        whole = part.new_zeros(shape)
+        whole.narrow(axis, start, end - start).copy_(part)
     return whole.reshape(-1)
 
 
-def meshes(parameters: Sequence[Tensor]) -> Iterator[Any]:
-    """The meshes of sharded parameters, in the order of the parameters: the same on all ranks.
+class Sharers(NamedTuple):
+    """Ranks that must decide alike.
 
-    A set would have another order on each rank, and the ranks would wait for one another.
+    Attributes:
+        group: Their process group.
+        device: What they communicate from, None for any.
+        parameters: What they share.
     """
-    sharded = (p for p in parameters if is_sharded(p))
-    yield from dict.fromkeys(p.device_mesh for p in sharded)  # type: ignore[attr-defined]
+
+    group: Any
+    device: str | None
+    parameters: list[Tensor]
 
 
-def largest_over_ranks(
-    value: Tensor, parameters: Sequence[Tensor], everywhere: bool = False
-) -> Tensor:
-    """The largest value of a scalar over the ranks that share sharded parameters, or over all."""
-    if everywhere and num_ranks() > 1:
-        mesh = next(meshes(parameters), None)
-        shared = value.detach().clone().to(value.device if mesh is None else mesh.device_type)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return shared.to(value.device)
-    for mesh in meshes(parameters):
-        shared = value.detach().clone().to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        value = shared.to(value.device)
-    return value
+def sharers(
+    parameters: Sequence[Tensor], replicas: Any = None, everywhere: bool = False
+) -> list[Sharers]:
+    """The ranks that share sharded parameters, mesh by mesh, and others that must decide alike.
+
+    They come in the order of the parameters, which is the same on all ranks. A set of meshes would
+    have another order on each, and the ranks would wait for one another.
+
+    Args:
+        parameters: All of an optimizer.
+        replicas: The process group whose ranks divide the work on plain parameters, if they do.
+        everywhere: Whether all ranks decide alike.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    plain: list[Tensor] = []
+    for p in parameters:
+        (by_mesh.setdefault(p.device_mesh, []) if is_sharded(p) else plain).append(p)  # type: ignore[attr-defined]
+    found = [
+        Sharers(group_over(mesh, tuple(range(mesh.ndim))), mesh.device_type, some)
+        for mesh, some in by_mesh.items()
+    ]
+    if replicas is not None:
+        found.append(Sharers(replicas, None, plain))
+    if everywhere and all(dist.get_world_size(some.group) < num_ranks() for some in found):
+        device = found[0].device if found else None
+        found.append(Sharers(dist.group.WORLD, device, []))
+    return found

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
-from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update, is_whitened
+from blockopt.optim.adamw_update import (
+    adamw_magnitudes,
+    adamw_update,
+    is_whitened,
+    whole_mean_squares,
+)
 from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry, Work
@@ -114,6 +119,9 @@ class BlockAdamW(BlockOptimizer):
 
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
         return adamw_magnitudes(work)
+
+    def _whole_magnitudes(self, work: Work, own: list[list[Tensor]]) -> list[list[Tensor]]:
+        return whole_mean_squares(work, own)
 
     def _update(
         self,

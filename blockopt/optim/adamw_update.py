@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks
-from blockopt.distributed import local
-from blockopt.optim.block_squares import accumulation_dtype, block_mean_squares
+from blockopt.distributed import Reduced, is_sharded, local, sums_over_ranks
+from blockopt.optim.block_squares import accumulation_dtype, own_mean_squares
 from blockopt.optim.chunks import Scratch, in_chunks
 from blockopt.optim.entry import Entry, Work, decay, norms_to_check, spread, subtract_and_decay
 from blockopt.optim.finite_gradients import READ_AT_ONCE, keep_if, put_back
@@ -34,16 +34,41 @@ def is_whitened(parameter: Tensor, blocks: Blocks, group: dict[str, Any]) -> boo
 
 
 def adamw_magnitudes(work: Work) -> list[list[Tensor]]:
-    """Norms of the gradients, or the mean squares of their blocks, which the update needs too."""
-    by_block = [[_is_by_block(entry, group) for entry in entries] for group, entries in work]
-    chosen = [e for (_, es), flags in zip(work, by_block) for e, flag in zip(es, flags) if flag]
-    squares = iter(block_mean_squares([(entry.gradient, entry.blocks) for entry in chosen]))
+    """Norms of the own parts of gradients, or the mean squares of blocks, of the same parts."""
     found, nothing = [], torch.empty(0)  # for gradients that are not checked
-    for (group, entries), flags in zip(work, by_block):
-        others = [entry for entry, flag in zip(entries, flags) if not flag]
+    for group, entries in work:
+        by_block = [_is_by_block(entry, group) for entry in entries]
+        others = [entry for entry, flag in zip(entries, by_block) if not flag]
         norms = iter(norms_to_check(others, group))
-        found.append([next(squares) if flag else next(norms, nothing) for flag in flags])
+        found.append(
+            [
+                own_mean_squares(entry.gradient, entry.blocks) if flag else next(norms, nothing)
+                for entry, flag in zip(entries, by_block)
+            ]
+        )
     return found
+
+
+def whole_mean_squares(work: Work, own: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The same, with the mean squares of whole blocks."""
+    chosen = [
+        _own_part(entry, magnitude)
+        for (group, entries), some in zip(work, own)
+        for entry, magnitude in zip(entries, some)
+        if _is_by_block(entry, group)
+    ]
+    whole = iter(sums_over_ranks(chosen))
+    return [
+        [next(whole) if _is_by_block(entry, group) else m for entry, m in zip(entries, some)]
+        for (group, entries), some in zip(work, own)
+    ]
+
+
+def _own_part(entry: Entry, magnitude: Tensor) -> Reduced:
+    gradient = entry.gradient
+    if is_sharded(gradient) and gradient is not entry.parameter.grad:  # it had another layout
+        magnitude = own_mean_squares(gradient, entry.blocks)
+    return Reduced(magnitude, gradient, ())
 
 
 def _is_by_block(entry: Entry, group: dict[str, Any]) -> bool:
@@ -62,7 +87,7 @@ def adamw_update(
 
     Args:
         entries: The parameters.
-        magnitudes: Those of `adamw_magnitudes`.
+        magnitudes: Those of `whole_mean_squares`.
         group: The options.
         scaled: Whether to look at the scales.
         found_inf: If 1, nothing changes; None if that is ruled out.

@@ -12,10 +12,10 @@ from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks
 from blockopt.checks import check_choice, check_range
-from blockopt.distributed import is_sharded, placed_like
+from blockopt.distributed import is_sharded
 from blockopt.optim.checkpoints import check_checkpoint, complete_states
-from blockopt.optim.entry import Entry, Work, by_device, norms_to_check
-from blockopt.optim.finite_gradients import can_read_at_once, flag_on, found_nonfinite
+from blockopt.optim.entry import Entry, Work, by_device, norms_to_check, placed
+from blockopt.optim.finite_gradients import can_read_at_once, flag_on
 from blockopt.optim.groups import (
     Shapes,
     blocks_of,
@@ -26,7 +26,7 @@ from blockopt.optim.groups import (
     shapes_of,
 )
 from blockopt.optim.recording import is_recorded
-from blockopt.optim.refused_steps import Checked, RefusedSteps
+from blockopt.optim.refused_steps import RefusedSteps
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
 BLOCK_LR = "block_lr"  # where the first group of a checkpoint carries the state of `BlockLR`
@@ -40,6 +40,8 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     which `set_block_scales` changes in place, so that a refresh neither recompiles a compiled step
     nor gets lost in a checkpoint.
     """
+
+    _replicas: Any = None  # the ranks that divide the work on plain parameters; not pickled
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         self._refused = RefusedSteps()
@@ -63,12 +65,19 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         return False
 
     def _magnitudes(self, work: Work) -> list[list[Tensor]]:
-        """Tensors that are finite exactly if the gradients are; the update may use them too.
+        """Tensors that are finite exactly if this rank's parts of the gradients are.
 
-        Those of all groups at once, so that ranks that share the parameters communicate once. None
-        for a group if neither the check nor the update needs them.
+        None for a group if neither the check nor the update needs them.
         """
         return [norms_to_check(entries, group) for group, entries in work]
+
+    def _whole_magnitudes(self, work: Work, own: list[list[Tensor]]) -> list[list[Tensor]]:
+        """What the update needs of the whole gradients, from what ranks have found in their parts.
+
+        Those of all groups at once, so that ranks that share the parameters communicate once, and
+        only when all of them are known to have the same gradients.
+        """
+        return own
 
     @abstractmethod
     def _update(
@@ -97,11 +106,9 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         self._refused.look()
         return self._refused.count
 
-    def _update_all(
-        self, work: Work, magnitudes_of_all: list[list[Tensor]], found_inf: Tensor | None
-    ) -> None:
+    def _update_all(self, work: Work, own: list[list[Tensor]], found_inf: Tensor | None) -> None:
         """Update all groups."""
-        for (group, entries), magnitudes in zip(work, magnitudes_of_all):
+        for (group, entries), magnitudes in zip(work, self._whole_magnitudes(work, own)):
             flag = flag_on(found_inf, entries[0].parameter.device)
             self._update(entries, magnitudes, group, flag)
 
@@ -144,33 +151,20 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             check_learning_rate(group["lr"])
             self._init_group(group)
             work += [(group, entries) for entries in by_device(self._entries(group))]
-        magnitudes_of_all = self._magnitudes(work)
-        found_inf, checked = self._check(work, magnitudes_of_all)
+        magnitudes = self._magnitudes(work)
+        exchanges = self._replicas is not None or self._adds_over_ranks()
+        found_inf, checked = self._refused.check(
+            self.param_groups, work, magnitudes, self._replicas, exchanges
+        )
         if found_inf is not None and can_read_at_once(found_inf):
             if bool(found_inf):
                 self._refused.refuse(checked)
                 return loss
             found_inf = None
-        self._update_all(work, magnitudes_of_all, found_inf)
+        self._update_all(placed(work), magnitudes, found_inf)
         if found_inf is not None:
             self._refused.watch(found_inf, checked)
         return loss
-
-    def _check(
-        self, work: Work, magnitudes_of_all: list[list[Tensor]]
-    ) -> tuple[Tensor | None, Checked]:
-        """Whether a gradient is not finite, as a tensor on the device; None if none is checked."""
-        names, magnitudes = [], []
-        for (group, entries), some in zip(work, magnitudes_of_all):
-            if group["nonfinite"] != "ignore":
-                names += [entry.name for entry in entries]
-                magnitudes += some
-        wishes = {group["nonfinite"] for group in self.param_groups}
-        checked = Checked(names, magnitudes, raises="raise" in wishes)
-        if wishes <= {"ignore"}:
-            return None, checked
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return found_nonfinite(parameters, magnitudes, everywhere="skip" in wishes), checked
 
     def _init_group(self, group: dict[str, Any], only_with_gradient: bool = True) -> None:
         """Create missing states; because of its name `torch.compile` keeps it out of the graph."""
@@ -201,7 +195,6 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
                     f"The gradient of {name!r} is sparse. Make it dense with "
                     "nn.Embedding(..., sparse=False)."
                 )
-            gradient = placed_like(gradient, parameter)
             state = self.state[parameter]
             runs = self._runs_of(state["scale"], blocks, parameter) if looks else None
             entries.append(Entry(name, parameter, gradient, blocks, state, runs))

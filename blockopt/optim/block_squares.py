@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks, block_sum_along
-from blockopt.distributed import Reduced, local, sums_over_ranks
+from blockopt.distributed import Reduced, local, widened
 from blockopt.optim.chunks import in_chunks
 
 
-def block_mean_squares(gradients: list[tuple[Tensor, Blocks]]) -> list[Tensor]:
-    """The mean of the squared gradients over each block, whole on every rank."""
-    rows = sums_over_ranks([_square_row(*pair) for pair in gradients])
-    return [
-        _mean_over_blocks(row, tuple(gradient.shape), blocks)
-        for row, (gradient, blocks) in zip(rows, gradients)
-    ]
+def own_mean_squares(gradient: Tensor, blocks: Blocks) -> Tensor:
+    """The mean of the squared gradient over each block, with zeros where other ranks hold it."""
+    row = widened(_square_row(gradient, blocks))
+    return _mean_over_blocks(row, tuple(gradient.shape), blocks)
 
 
 def _square_row(gradient: Tensor, blocks: Blocks) -> Reduced:

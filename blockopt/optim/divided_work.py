@@ -1,9 +1,9 @@
 r"""Work on whole matrices, divided over the ranks that share them: each is worked on once.
 
-The ranks form a grid of `P` replicas by `S` shards: FSDP2 is `P = 1`, DDP is `S = 1`, and hybrid
-sharding has both. Each matrix gets an owner in the grid. In the owner's replica the shards send it
-their parts and get their parts of the result back, both by all-to-all; the replicas then exchange
-their results by all-gather.
+The ranks form a grid of `P` replicas by `S` shards: FSDP2 is `P = 1`, alone or with tensor
+parallelism, DDP is `S = 1`, and hybrid sharding has both. Each matrix gets an owner in the grid. In
+the owner's replica the shards send it their parts and get their parts of the result back, both by
+all-to-all; the replicas then exchange their results by all-gather.
 
 With `N` entries of `b` bytes in all matrices together, a rank receives
 
@@ -17,7 +17,8 @@ bytes. That is the least: the owner must receive what it lacks of its matrices, 
 by `P S`, or the largest matrix. Owners are chosen so that both come close: the costliest matrix
 first, each to the rank that is then least loaded, in work and in bytes.
 
-Exchanges run in buckets, the next one while the owners work on the last.
+Exchanges run in buckets: while the owners work on one, the parts of the next are on their way to
+their owners, and the results of the last on their way back.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from blockopt.distributed.shards import Region
 
 BUCKET = 1 << 24  # entries that each owner gets at once
 
@@ -66,20 +69,25 @@ class Whole(NamedTuple):
 
     Attributes:
         shape: Of the whole.
-        dim: The dimension along which it is cut.
+        regions: What each shard holds of it; empty if it is not cut.
         cost: The work that it takes, in any unit.
     """
 
     shape: tuple[int, ...]
-    dim: int
+    regions: tuple[Region, ...]
     cost: float
 
-    def part_shape(self, shard: int, num_shards: int) -> tuple[int, ...]:
-        """The shape of a shard, as `torch.chunk` cuts: the last may be shorter, or empty."""
-        length = self.shape[self.dim]
-        size = -(-length // num_shards)
-        held = max(0, min(length, (shard + 1) * size) - shard * size)
-        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+    def part_shape(self, shard: int) -> tuple[int, ...]:
+        """The shape of what a shard holds."""
+        if not self.regions:
+            return self.shape
+        return tuple(end - start for start, end in self.regions[shard])
+
+    def part_of(self, tensor: Tensor, shard: int) -> Tensor:
+        """What a shard holds of a whole tensor, as a view."""
+        for dim, (start, end) in enumerate(self.regions[shard]):
+            tensor = tensor.narrow(dim, start, end - start)
+        return tensor
 
 
 class Job(NamedTuple):
@@ -111,21 +119,14 @@ def divide(wholes: Sequence[Whole], team: Team, job: Job, like: Tensor) -> None:
     num_ranks = team.num_replicas * team.num_shards
     owners = choose_owners(tuple((w.cost, _numel(w.shape)) for w in wholes), num_ranks)
     buckets = _buckets(owners, [_numel(w.shape) for w in wholes], num_ranks)
-    exchange = _Exchange(wholes, owners, team, like)
-    begun = exchange.collect(buckets[0], job) if buckets else None
-    sent: tuple[list[int], Any] | None = None
-    for number, bucket in enumerate(buckets):
-        collected, begun = begun, None
-        if number + 1 < len(buckets):
-            begun = exchange.collect(buckets[number + 1], job)
-        mine = exchange.received(bucket, collected)
-        results = job.work(mine)
-        back = exchange.give_back(bucket, dict(zip((i for i, _ in mine), results)))
-        if sent is not None:
-            exchange.finish(*sent, job)
-        sent = bucket, back
-    if sent is not None:
-        exchange.finish(*sent, job)
+    exchange = _Exchange(wholes, owners, team, job, like)
+    stages = (exchange.collect, exchange.work, exchange.share, exchange.finish)
+    begun: dict[int, Any] = {}
+    for time in range(len(buckets) + len(stages) - 1):
+        for delay, stage in enumerate(stages):
+            number = time - delay
+            if 0 <= number < len(buckets):
+                begun[number] = stage(buckets[number], begun.pop(number, None))
 
 
 @lru_cache(maxsize=64)
@@ -165,12 +166,15 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 class _Exchange:
-    """Moves parts to their owners, and parts of the results back."""
+    """Moves parts to their owners, and parts of the results back.
+
+    Each stage takes a bucket and what the stage before has begun, and begins the next exchange.
+    """
 
     def __init__(
-        self, wholes: Sequence[Whole], owners: Sequence[int], team: Team, like: Tensor
+        self, wholes: Sequence[Whole], owners: Sequence[int], team: Team, job: Job, like: Tensor
     ) -> None:
-        self.wholes, self.team, self.like = wholes, team, like
+        self.wholes, self.team, self.job, self.like = wholes, team, job, like
         self.num_shards = team.num_shards
         self.replica, self.shard = team.place
         self.places = [divmod(owner, self.num_shards) for owner in owners]
@@ -180,11 +184,11 @@ class _Exchange:
         return [i for i in bucket if self.places[i] == (self.replica, shard)]
 
     def _part_shape(self, index: int, shard: int) -> tuple[int, ...]:
-        return self.wholes[index].part_shape(shard, self.num_shards)
+        return self.wholes[index].part_shape(shard)
 
-    def collect(self, bucket: list[int], job: Job) -> Any:
+    def collect(self, bucket: list[int], _: Any) -> Any:
         """Begin to send the parts of this rank to the owners in its replica."""
-        parts = {index: job.part(index) for index in bucket}
+        parts = {index: self.job.part(index) for index in bucket}
         for index, part in parts.items():
             expected = self._part_shape(index, self.shard)
             if tuple(part.shape) != expected:
@@ -201,74 +205,69 @@ class _Exchange:
         ]
         return _all_to_all(to_owners, sizes, self.like, self.team.shards)
 
-    def received(self, bucket: list[int], collected: Any) -> list[tuple[int, Tensor]]:
-        """The whole tensors of a bucket that this rank owns."""
+    def work(self, bucket: list[int], collected: Any) -> Any:
+        """Work on the tensors that this rank owns, and begin to send back the shards' parts."""
         owned = self._owned_by(bucket, self.shard)
         if self.num_shards == 1:
-            return list(zip(owned, collected))
-        pieces: dict[int, list[Tensor]] = {index: [] for index in owned}
+            return self.job.work(list(zip(owned, collected)))
+        wholes = {index: self.like.new_empty(self.wholes[index].shape) for index in owned}
         for shard, buffer in enumerate(_wait(collected)):
             shapes = [self._part_shape(index, shard) for index in owned]
             for index, piece in zip(owned, _unpack(buffer, shapes)):
-                pieces[index].append(piece)
-        return [(index, torch.cat(pieces[index], self.wholes[index].dim)) for index in owned]
-
-    def give_back(self, bucket: list[int], results: dict[int, Tensor]) -> Any:
-        """Begin to send the parts of results to the shards that they belong to."""
-        if self.num_shards == 1:
-            return list(results.values())
-        by_shard: list[list[Tensor]] = [[] for _ in range(self.num_shards)]
-        for index, result in results.items():
-            dim = self.wholes[index].dim
-            lengths = [self._part_shape(index, s)[dim] for s in range(self.num_shards)]
-            for shard, piece in enumerate(result.split(lengths, dim)):
-                by_shard[shard].append(piece)
+                self.wholes[index].part_of(wholes[index], shard).copy_(piece)
+        results = dict(zip(owned, self.job.work(list(wholes.items()))))
+        by_shard = [
+            [self.wholes[index].part_of(results[index], shard) for index in owned]
+            for shard in range(self.num_shards)
+        ]
         sizes = [
             sum(_numel(self._part_shape(i, self.shard)) for i in self._owned_by(bucket, s))
             for s in range(self.num_shards)
         ]
         return _all_to_all(by_shard, sizes, self.like, self.team.shards)
 
-    def finish(self, bucket: list[int], back: Any, job: Job) -> None:
-        """Hand over the parts of the results that belong to this rank."""
-        results = self._of_replica(bucket, back)
-        if self.team.num_replicas > 1:
-            results = self._of_all_replicas(bucket, results)
-        for index, part in results.items():
-            job.finish(index, part)
-
-    def _of_replica(self, bucket: list[int], back: Any) -> dict[int, Tensor]:
-        """The own parts of the results that the owners in this replica have."""
+    def share(self, bucket: list[int], back: Any) -> Any:
+        """Take the own parts of what this replica has found, and begin to tell the others."""
         if self.num_shards == 1:
-            return dict(zip(self._owned_by(bucket, 0), back))
-        results: dict[int, Tensor] = {}
-        for shard, buffer in enumerate(_wait(back)):
-            owned = self._owned_by(bucket, shard)
-            shapes = [self._part_shape(index, self.shard) for index in owned]
-            results.update(zip(owned, _unpack(buffer, shapes)))
-        return results
-
-    def _of_all_replicas(self, bucket: list[int], mine: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The own parts of all results, from the rank of each replica that holds the same part."""
-        of_replica = [
-            [i for i in bucket if self.places[i][0] == replica]
-            for replica in range(self.team.num_replicas)
-        ]
-        shapes = [[self._part_shape(i, self.shard) for i in some] for some in of_replica]
-        longest = max(sum(map(_numel, some)) for some in shapes)
+            mine = dict(zip(self._owned_by(bucket, 0), back))
+        else:
+            mine = {}
+            for shard, buffer in enumerate(_wait(back)):
+                owned = self._owned_by(bucket, shard)
+                shapes = [self._part_shape(index, self.shard) for index in owned]
+                mine.update(zip(owned, _unpack(buffer, shapes)))
+        if self.team.num_replicas == 1:
+            return mine
+        of_replica = self._by_replica(bucket)
+        longest = max(sum(_numel(self._part_shape(i, self.shard)) for i in o) for o in of_replica)
         sent = self.like.new_zeros(longest)
         packed = _pack([mine[i] for i in of_replica[self.replica]], self.like)
         sent[: len(packed)] = packed
         got = [torch.empty_like(sent) for _ in of_replica]
-        dist.all_gather(
+        handle = dist.all_gather(
             [buffer.view(torch.uint8) for buffer in got],
             sent.view(torch.uint8),
             group=self.team.replicas,
+            async_op=True,
         )
-        results: dict[int, Tensor] = {}
-        for chosen, some, buffer in zip(of_replica, shapes, got):
-            results.update(zip(chosen, _unpack(buffer, some)))
-        return results
+        return (handle, sent), got
+
+    def finish(self, bucket: list[int], shared: Any) -> None:
+        """Hand over the parts of the results that belong to this rank."""
+        if self.team.num_replicas > 1:
+            (handle, _), got = shared
+            handle.wait()
+            shared = {}
+            for chosen, buffer in zip(self._by_replica(bucket), got):
+                shapes = [self._part_shape(index, self.shard) for index in chosen]
+                shared.update(zip(chosen, _unpack(buffer, shapes)))
+        for index, part in shared.items():
+            self.job.finish(index, part)
+
+    def _by_replica(self, bucket: list[int]) -> list[list[int]]:
+        """The tensors of a bucket whose owners each replica has."""
+        replicas = range(self.team.num_replicas)
+        return [[i for i in bucket if self.places[i][0] == replica] for replica in replicas]
 
 
 def _pack(tensors: list[Tensor], like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks, expand
-from blockopt.distributed import local_part
+from blockopt.distributed import is_sharded, local_part, placed_like
 from blockopt.optim.finite_gradients import gradient_norms, share_kept
 from blockopt.optim.scale_runs import ScaleRun
 
@@ -38,6 +38,17 @@ def by_device(entries: list[Entry]) -> Iterable[list[Entry]]:
     for entry in entries:
         found.setdefault(entry.parameter.device, []).append(entry)
     return found.values()
+
+
+def placed(work: Work) -> Work:
+    """The same with gradients in the layouts of their parameters, for which ranks may exchange."""
+    return [(group, [_placed(entry) for entry in entries]) for group, entries in work]
+
+
+def _placed(entry: Entry) -> Entry:
+    if not is_sharded(entry.parameter) and not is_sharded(entry.gradient):
+        return entry
+    return entry._replace(gradient=placed_like(entry.gradient, entry.parameter))
 
 
 def norms_to_check(entries: list[Entry], group: dict[str, Any]) -> list[Tensor]:

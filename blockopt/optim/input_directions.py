@@ -24,7 +24,7 @@ from torch import Tensor
 
 from blockopt.blocks import Blocks
 from blockopt.distributed import Reduced, is_sharded, local, sums_over_ranks
-from blockopt.distributed.shards import local_stretches, shard_dims
+from blockopt.distributed.shards import local_range, shard_dims
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.entry import Entry
 from blockopt.optim.finite_gradients import keep_if, put_back
@@ -259,6 +259,6 @@ class OwnPart:
             return whole
         for axis, dim in enumerate(dims):
             if dim is not None:
-                stretches = local_stretches(self.parameter, dim) or [(0, 0)]  # an empty shard
-                whole = torch.cat([whole.narrow(axis, a, b - a) for a, b in stretches], axis)
+                start, end = local_range(self.parameter, dim)
+                whole = whole.narrow(axis, start, end - start)
         return whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockopt.blocks import MATRIX_ROLES, Blocks, pattern_of
 from blockopt.checks import check_count, check_range
 from blockopt.optim.adamw import check_adamw_options, new_adamw_state
-from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update
+from blockopt.optim.adamw_update import adamw_magnitudes, adamw_update, whole_mean_squares
 from blockopt.optim.base import BlockOptimizer, Parameters
 from blockopt.optim.entry import Entry, Work, norms_to_check
 from blockopt.optim.finite_gradients import flag_on
@@ -63,7 +63,7 @@ class BlockMuon(BlockOptimizer):
 
     Ranks that share a sharded matrix divide the work: each matrix is orthogonalized once, and its
     parts travel to its owner and back (`divided_work.py`). Experts that are sharded by expert stay
-    where they are. Under tensor parallelism together with FSDP2 every rank gathers each matrix.
+    where they are.
 
     Args:
         params: What `param_groups(model)` returns.
@@ -97,8 +97,6 @@ class BlockMuon(BlockOptimizer):
         >>> model(torch.randn(3, 1, 16)).square().mean().backward()
         >>> optimizer.step()
     """
-
-    _replicas: ProcessGroup | None = None  # not part of a pickled optimizer
 
     def __init__(
         self,
@@ -208,11 +206,15 @@ class BlockMuon(BlockOptimizer):
         rest = adamw_magnitudes([(group, others) for group, _, others in divided])
         return [of_matrices + of_others for of_matrices, of_others in zip(norms, rest)]
 
-    def _update_all(
-        self, work: Work, magnitudes_of_all: list[list[Tensor]], found_inf: Tensor | None
-    ) -> None:
+    def _whole_magnitudes(self, work: Work, own: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Those of the other parameters: the matrices need none."""
+        others = [(group, _divide(entries)[1]) for group, entries in work]
+        of_others = [some[len(some) - len(o) :] for some, (_, o) in zip(own, others)]
+        return whole_mean_squares(others, of_others)
+
+    def _update_all(self, work: Work, own: list[list[Tensor]], found_inf: Tensor | None) -> None:
         """AdamW group by group; the matrices of all groups at once, to share batches."""
-        super()._update_all(work, magnitudes_of_all, found_inf)
+        super()._update_all(work, own, found_inf)
         waiting = [
             Waiting(entry, group, flag_on(found_inf, entry.parameter.device))
             for group, entries in work
@@ -229,8 +231,7 @@ class BlockMuon(BlockOptimizer):
     ) -> None:
         others = _divide(entries)[1]
         if others:
-            sums = magnitudes[-len(others) :]
-            adamw_update(others, sums, group, self._scaled_step(), found_inf)
+            adamw_update(others, magnitudes, group, self._scaled_step(), found_inf)
 
 
 def _divide(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:

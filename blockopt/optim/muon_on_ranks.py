@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks
 from blockopt.distributed import is_sharded, local
-from blockopt.distributed.shards import shard_dims
+from blockopt.distributed.shards import group_over, regions_in, shard_dims
 from blockopt.optim.divided_work import Job, Team, Whole, divide
 from blockopt.optim.entry import Entry
 from blockopt.optim.matrix_sections import sections
@@ -19,7 +19,6 @@ from blockopt.optim.muon_step import (
     Piece,
     Waiting,
     apply_all,
-    gathered_update,
     in_batches,
     orthogonalized_into,
     pieces,
@@ -53,7 +52,6 @@ def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
     """Take the steps of sharded matrices, and return those that each rank takes by itself."""
     alone: list[Waiting] = []
     at_home: list[MatrixStep] = []
-    gathered: list[MatrixStep] = []
     shared: dict[Any, tuple[Tensor, list[Member]]] = {}
     for member, step in _started(waiting):
         entry = member.entry
@@ -61,9 +59,7 @@ def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
             at_home.append(step)
             continue
         team = _team(entry, replicas)
-        if step is not None and team is None:
-            gathered.append(step)
-        elif team is None or team == Team():
+        if team == Team():
             alone.append(member)
         else:
             like = _like(entry.parameter)
@@ -72,8 +68,6 @@ def _divided(waiting: list[Waiting], replicas: Any) -> list[Waiting]:
     updates: Updates = []  # of neurons that ranks share, which add up their squares at once
     for (team, *_), (like, members) in shared.items():
         updates += _divide_over(team, members, like)
-    for step in gathered:
-        updates += _apply_or_hold(step, gathered_update(step))
     for step, update in _updates_at_home(at_home):
         updates += _apply_or_hold(step, update)
     apply_all(updates)
@@ -135,18 +129,16 @@ def _cuts(parameter: Tensor) -> list[tuple[int, Any]]:
     return [(dim, placement) for dim, placement in shard_dims(parameter) if mesh.size(dim) > 1]
 
 
-def _team(entry: Entry, replicas: Any) -> Team | None:
-    """The ranks that divide the work on a parameter; None if every rank must gather it."""
+def _team(entry: Entry, replicas: Any) -> Team:
+    """The ranks that divide the work on a parameter."""
     parameter = entry.parameter
     if not is_sharded(parameter):
         large = all(min(s.matrix_shape) >= DIVIDED_FROM for s in sections(parameter, entry.blocks))
         return Team(replicas=replicas) if large else Team()
-    mesh, cuts = parameter.device_mesh, _cuts(parameter)  # type: ignore[attr-defined]
-    others = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and dim != cuts[0][0]]
-    strided = getattr(cuts[0][1], "split_factor", 1) > 1
-    if len(cuts) > 1 or len(others) > 1 or strided:
-        return None
-    return Team(mesh.get_group(cuts[0][0]), mesh.get_group(others[0]) if others else None)
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    cut = tuple(dim for dim, _ in _cuts(parameter))
+    others = tuple(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and dim not in cut)
+    return Team(group_over(mesh, cut), group_over(mesh, others))
 
 
 def _like(parameter: Tensor) -> Tensor:
@@ -160,11 +152,11 @@ def _like(parameter: Tensor) -> Tensor:
     return empty.to(iteration_dtype(empty))
 
 
-def _whole(member: Waiting) -> Whole:
+def _whole(member: Waiting, team: Team) -> Whole:
     parameter = member.entry.parameter
-    cuts = _cuts(parameter) if is_sharded(parameter) else []
+    regions = () if team.shards is None else regions_in(team.shards, parameter)
     shape = tuple(parameter.shape)
-    return Whole(shape, cuts[0][1].dim if cuts else 0, _flops(shape, member))
+    return Whole(shape, regions, _flops(shape, member))
 
 
 def _flops(shape: tuple[int, ...], member: Waiting) -> int:
@@ -200,5 +192,6 @@ def _divide_over(team: Team, members: list[Member], like: Tensor) -> Updates:
         step = steps.pop(index)
         updates.extend(_apply_or_hold(step, update.to(step.entry.parameter.device)))
 
-    divide([_whole(member) for member, _ in members], team, Job(part, work, finish), like)
+    wholes = [_whole(member, team) for member, _ in members]
+    divide(wholes, team, Job(part, work, finish), like)
     return updates

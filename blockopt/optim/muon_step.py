@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks, expand
-from blockopt.distributed import full, is_sharded, local, local_part, sums_over_ranks
+from blockopt.distributed import is_sharded, local, local_part, sums_over_ranks
 from blockopt.optim.chunks import in_chunks
 from blockopt.optim.entry import Entry
 from blockopt.optim.finite_gradients import keep_if, put_back, share_kept
@@ -158,14 +158,6 @@ def _pieces_with_neurons(step: MatrixStep) -> Iterator[Piece]:
 
     for piece in found:
         yield piece._replace(take=partial(take, piece))
-
-
-def gathered_update(step: MatrixStep) -> Tensor:
-    """Orthogonalize a sharded parameter on every rank, and return the own part."""
-    whole = full(step.direction)
-    update = torch.empty_like(whole, dtype=iteration_dtype(whole))
-    in_batches(orthogonalized_into(update, whole, step.entry.blocks, step.iterations))
-    return local_part(update, step.entry.parameter)
 
 
 def orthogonalized_into(

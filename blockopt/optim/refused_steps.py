@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from blockopt.optim.finite_gradients import READ_AT_ONCE
+from blockopt.optim.entry import Work
+from blockopt.optim.finite_gradients import READ_AT_ONCE, found_nonfinite, missing_gradients
+from blockopt.optim.groups import names_of
 from blockopt.optim.recording import is_captured, is_recorded
 
 
@@ -62,6 +64,43 @@ class RefusedSteps:
         self._checked: Checked | None = None
         self._open: HostCopy | None = None  # of the total after the last step, not read yet
         self._error: FloatingPointError | None = None
+        self._missing: int | None = None  # which gradients the last step had none of
+
+    def check(
+        self,
+        groups: list[dict[str, Any]],
+        work: Work,
+        magnitudes: list[list[Tensor]],
+        replicas: Any,
+        exchanges: bool,
+    ) -> tuple[Tensor | None, Checked]:
+        """Whether a gradient is not finite, as a tensor on the device; None if none is checked.
+
+        Args:
+            groups: All groups of the optimizer.
+            work: What the step updates.
+            magnitudes: Of the gradients, which are finite exactly if these are.
+            replicas: The process group whose ranks divide the work on plain parameters, if they do.
+            exchanges: Whether ranks exchange amid the step.
+        """
+        names, numbers = [], []
+        for (group, entries), some in zip(work, magnitudes):
+            if group["nonfinite"] != "ignore":
+                names += [entry.name for entry in entries]
+                numbers += some
+        wishes = {group["nonfinite"] for group in groups}
+        checked = Checked(names, numbers, raises="raise" in wishes)
+        if wishes <= {"ignore"}:
+            return None, checked
+        named = [pair for group in groups for pair in zip(names_of(group), group["params"])]
+        wait = False
+        if exchanges and not is_recorded():
+            # It is worth waiting to hear that all ranks lack the same gradients if others are
+            # missing than in the last step: an exchange of different ones would not end.
+            before, self._missing = self._missing, missing_gradients([p for _, p in named])
+            wait = before != self._missing
+        everywhere = "skip" in wishes
+        return found_nonfinite(named, numbers, everywhere, replicas, wait), checked
 
     @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import the compiler now
     def refuse(self, checked: Checked) -> None:
@@ -128,7 +167,9 @@ class RefusedSteps:
             return
         bad = [n for n, m in zip(names, magnitudes) if not bool(torch.isfinite(m).all())]
         shown = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
-        where = f"in {len(bad)} of {len(names)} parameters ({shown})" if bad else "on another rank"
+        where = f"in {len(bad)} of {len(names)} parameters ({shown})"
+        if not bad:
+            where = "on another rank, or a gradient that is missing (None) on some ranks only"
         message = (
             f"Non-finite gradient {where}, refused step number {self.count} of this optimizer. No "
             "weight and no state was changed."

@@ -1,6 +1,7 @@
 """BlockMuon divides its work: the same steps, each matrix orthogonalized once, least traffic."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockopt
 from blockopt.blocks import Blocks, Split, to_plain
-from blockopt.optim import divided_work, muon_on_ranks, muon_step
+from blockopt.optim import divided_work, muon_on_ranks, muon_step, newton_schulz
 from blockopt.optim.divided_work import choose_owners
 from tests.helpers.ranks import assert_equal_on_ranks, run_on_ranks
 
@@ -91,6 +93,25 @@ def placed(mesh, placements):
     return lambda tensor: distribute_tensor(tensor.clone(), mesh, placements)
 
 
+def twice_cut(mesh):
+    """As FSDP2 cuts what tensor parallelism has cut already along the same dimension."""
+    data = mesh.get_local_rank(0)
+
+    def place(tensor):
+        part = distribute_tensor(tensor.clone(), mesh["tensor"], [Shard(0)]).to_local()
+        size = -(-len(part) // mesh.size(0))
+        own = part[data * size : (data + 1) * size]
+        return DTensor.from_local(
+            own.clone(),
+            mesh,
+            [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)],
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    return place
+
+
 @contextlib.contextmanager
 def changed(module, **values):
     before = {name: getattr(module, name) for name in values}
@@ -104,11 +125,17 @@ def changed(module, **values):
 
 
 def every_layout_equals_the_undivided_step(rank):
-    flat, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
+    flat = init_device_mesh("cpu", (RANKS,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     blocks = [b for _, b, _ in UNEVEN.values()]
     start = start_of(UNEVEN)
-    # Matrices one by one, so that bits do not depend on who shares a batch; many buckets.
-    with changed(muon_step, CPU_BATCH=1), changed(divided_work, BUCKET=200):
+    # Matrices one by one, so that bits do not depend on who shares a batch; many buckets. bfloat16
+    # would round what ranks add up in another order, which the iteration amplifies.
+    with (
+        changed(muon_step, CPU_BATCH=1),
+        changed(divided_work, BUCKET=200),
+        changed(newton_schulz, CPU_DTYPE=torch.float32),
+    ):
         plain = {"precondition": False}
         expected = take_steps(start, blocks, lambda t: t.clone(), **plain)
         preconditioned = take_steps(start, blocks, lambda t: t.clone())
@@ -118,6 +145,8 @@ def every_layout_equals_the_undivided_step(rank):
             "HSDP": placed(grid, [Replicate(), Shard(0)]),
             "replicas of columns": placed(grid, [Shard(1), Replicate()]),
             "two dimensions": placed(grid, [Shard(0), Shard(1)]),
+            "twice along one": placed(grid, [Shard(0), Shard(0)]),
+            "tensor parallel and FSDP2": twice_cut(grid),
             "replicated": placed(grid, [Replicate(), Replicate()]),
         }
         for layout, place in layouts.items():
@@ -127,8 +156,8 @@ def every_layout_equals_the_undivided_step(rank):
             found = take_steps(start, blocks, place)  # ranks add up in another order
             for name, value in preconditioned.items():
                 assert (value - expected[name]).norm() > 1e-3 * value.norm(), name
-                # Of the way that the weights went. The iteration rounds float32 to bfloat16.
-                limit = 1e-11 if value.dtype == torch.float64 else 3e-2
+                # Of the way that the weights went.
+                limit = 1e-11 if value.dtype == torch.float64 else 1e-4
                 error = float((found[name] - value).norm() / (value - start[name]).norm())
                 assert error < limit, (layout, name, error)
         with changed(muon_on_ranks, DIVIDED_FROM=1):
@@ -152,10 +181,10 @@ class Traffic:
             self.bytes += sum(n for r, n in enumerate(received) if r != me)
             return self.all_to_all(output, input, received, sent, group=group, async_op=async_op)
 
-        def all_gather(outputs, input, group):
+        def all_gather(outputs, input, group, async_op):
             self.calls += 1
             self.bytes += (len(outputs) - 1) * input.numel() * input.element_size()
-            return self.all_gather(outputs, input, group=group)
+            return self.all_gather(outputs, input, group=group, async_op=async_op)
 
         dist.all_to_all_single, dist.all_gather = all_to_all, all_gather
         return self
@@ -190,9 +219,12 @@ def traffic_and_work_are_the_least(rank):
     plain = {"precondition": False}
     with FlopCounterMode(display=False) as all_of_it:
         take_steps(start, blocks, lambda t: t.clone(), **plain)
-    flat, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
+    flat = init_device_mesh("cpu", (RANKS,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     ways = [
         (1, 4, placed(flat, [Shard(0)]), {}),
+        (1, 4, placed(grid, [Shard(0), Shard(1)]), {}),
+        (1, 4, twice_cut(grid), {}),
         (2, 2, placed(grid, [Replicate(), Shard(0)]), {}),
         (4, 1, lambda t: t.clone(), {"replicas": dist.group.WORLD}),
     ]
@@ -211,6 +243,44 @@ def traffic_and_work_are_the_least(rank):
         assert mine.get_total_flops() <= 1.1 * all_of_it.get_total_flops() / ranks
 
 
+class Watched:
+    """An exchange, and whether somebody has waited for it."""
+
+    def __init__(self, handle):
+        self.handle, self.waited = handle, False
+
+    def wait(self):
+        self.waited = True
+        self.handle.wait()
+
+
+def exchanges_run_while_owners_work(rank):
+    """While a bucket is worked on, the parts of the next arrive, and nobody waits for them."""
+    number, size, begun, finished = 24, 10, [], {}
+    regions = tuple(((shard, shard + 1), (0, size)) for shard in range(RANKS))
+    wholes = [divided_work.Whole((RANKS, size), regions, 1.0)] * number
+    all_to_all = dist.all_to_all_single
+
+    def watched(*arguments, **options):
+        begun.append(Watched(all_to_all(*arguments, **options)))
+        return begun[-1]
+
+    def work(found):
+        deadline = time.monotonic() + 60
+        assert not begun[-1].waited
+        while not begun[-1].handle.is_completed():
+            assert time.monotonic() < deadline
+        return [2 * whole for _, whole in found]
+
+    job = divided_work.Job(lambda i: torch.full((1, size), i + rank), work, finished.__setitem__)
+    with changed(divided_work, BUCKET=RANKS * size), changed(dist, all_to_all_single=watched):
+        team = divided_work.Team(shards=dist.group.WORLD)
+        divided_work.divide(wholes, team, job, torch.empty(0, dtype=torch.int64))
+    assert len(begun) == 2 * number / RANKS
+    for index in range(number):
+        assert torch.equal(finished[index], torch.full((1, size), 2 * (index + rank)))
+
+
 def experts_that_are_sharded_by_expert_stay_where_they_are(rank):
     cases = {"experts": UNEVEN["experts"]}
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -224,6 +294,7 @@ def test_four_ranks_divide_the_work():
         RANKS,
         every_layout_equals_the_undivided_step,
         traffic_and_work_are_the_least,
+        exchanges_run_while_owners_work,
         experts_that_are_sharded_by_expert_stay_where_they_are,
     )
 

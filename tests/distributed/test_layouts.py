@@ -1,6 +1,7 @@
 """Training with any layout of the parameters over ranks equals training on one process."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import blockopt
 from blockopt.blocks import Blocks, Split, to_plain
+from blockopt.distributed.shards import own_range
 from tests.helpers import parallel_models
 from tests.helpers.optimizers import OPTIMIZERS, random_scales
 from tests.helpers.ranks import assert_close_by_name, run_on_ranks, run_on_two_ranks
@@ -104,6 +106,20 @@ def on_four_ranks(rank):
 
     for build in (hsdp, tensor_parallel_and_fsdp, sequence_parallel_and_fsdp):
         assert_equals_one_process(build)
+
+
+def chunks(tensor, number):
+    """As `torch.chunk`, which leaves out empty ones."""
+    return [*tensor.chunk(number), *[tensor[:0]] * number][:number]
+
+
+def test_fsdp2_cuts_what_tensor_parallelism_has_cut():
+    sizes = product(range(1, 14), range(1, 5), range(1, 5))
+    for length, data, tensor in sizes:
+        for j, some in enumerate(chunks(torch.arange(length), tensor)):
+            for i, part in enumerate(chunks(some, data)):
+                start, end = own_range(length, [(data, i, tensor), (tensor, j, 1)])
+                assert part.tolist() == [*range(start, end)]
 
 
 def test_two_ranks_in_every_layout_train_as_one():

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
+from blockopt.distributed import local
+from blockopt.optim import finite_gradients
 from tests.helpers import parallel_models
 from tests.helpers.optimizers import OPTIMIZERS, tiny_gpt, token_loss
 from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, whole
@@ -123,8 +126,78 @@ def scaled_losses_overflow_together(rank):
             assert_equal_on_ranks(whole(p.detach()))
 
 
+def missing_gradients_are_refused_together(rank):
+    """One that rank 1 has taken away: both say so, change nothing, and can go on with zeros."""
+    mesh = init_device_mesh("cpu", (2,))
+    fsdp, sequence = parallel_models.fsdp, parallel_models.sequence_parallel
+    cases = [
+        *itertools.product((fsdp, sequence), ("adamw", "adamw-whitened", "sgd", "muon-block")),
+        (parallel_models.tensor_parallel, "adamw"),
+        (lambda _: parallel_models.two_meshes(), "muon"),
+    ]
+    for build, kind in cases:
+        parallel = build(mesh)
+        optimizer = OPTIMIZERS[kind](blockopt.param_groups(parallel.model))
+        # Gradients of norms are still to be added up under sequence parallelism.
+        name = "layers.0.norm1.weight" if build is sequence else "layers.1.mlp.up_proj.weight"
+        weight = parallel.model.get_parameter(name)
+        for step in range(2):
+            optimizer.zero_grad()
+            parallel.loss(step).backward()
+            if step == 0:
+                optimizer.step()
+        before = [local(p.detach()).clone() for p in parallel.model.parameters()]
+        if rank == 1:
+            weight.grad = None
+        lacks = "0 of 30" if rank == 0 else f"1 of 30: {name}"
+        with pytest.raises(ValueError, match=rf"missing \(None\) on some .* lacks {lacks}. Assign"):
+            optimizer.step()
+        for p, old in zip(parallel.model.parameters(), before):
+            assert torch.equal(local(p.detach()), old)
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        assert not torch.equal(local(p.detach()), old)  # the last of them
+
+
+def ranks_that_divide_the_work_stop_together(rank):
+    """BlockMuon under DDP: neither waits for results of the other, which takes no step."""
+    for missing in (False, True):
+        model = DistributedDataParallel(tiny_gpt())
+        groups = blockopt.param_groups(model)
+        optimizer = blockopt.BlockMuon(groups, replicas=dist.group.WORLD)
+        token_loss(model, seed=rank).backward()
+        weight = model.module.h[0].mlp.c_fc.weight
+        if rank == 1 and missing:
+            weight.grad = None
+        elif rank == 1:
+            weight.grad[0] = float("nan")
+        error, match = (ValueError, "missing") if missing else (FloatingPointError, "Non-finite")
+        with pytest.raises(error, match=match):
+            optimizer.step()
+
+
+def accelerators_hear_of_missing_gradients_too(rank):
+    """Their kernels get the flag, and no host waits for it before they begin."""
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = parallel_models.fsdp(mesh)
+    optimizer = blockopt.BlockAdamW(blockopt.param_groups(parallel.model))
+    parallel.loss(0).backward()
+    norm = parallel.model.norm.weight
+    before = local(norm.detach()).clone()
+    if rank == 1:
+        parallel.model.layers[0].mlp.up_proj.weight.grad = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finite_gradients, "READ_AT_ONCE", ())
+        with pytest.raises(FloatingPointError, match=r"missing \(None\) on some ranks only"):
+            optimizer.step()
+    assert torch.equal(local(norm.detach()), before)
+
+
 def test_two_ranks_decide_alike():
     run_on_two_ranks(
+        missing_gradients_are_refused_together,
+        ranks_that_divide_the_work_stop_together,
+        accelerators_hear_of_missing_gradients_too,
         scaled_losses_overflow_together,
         replicas_skip_together,
         replicas_forget_a_skipped_step_alike,

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from blockopt.optim import divided_work
 from recipes import train
 from recipes.common import checkpoints as files
 from recipes.common.checkpoints import Checkpoints
@@ -73,6 +74,17 @@ def test_a_rank_is_killed(kind, tmp_path, cache, whole):
     again = flags(tmp_path / "run", cache, OPTIONS, "--resume --timeout 60")
     goes_on_after(again, kind, places(send(signal.SIGKILL)))
     assert_same_log(tmp_path / "run" / "log.jsonl", whole[kind])
+
+
+def test_a_rank_is_killed_while_matrices_travel(tmp_path, cache):
+    """BlockMuon under FSDP2: parts are on their way to owners, or results on their way back."""
+    options = "--steps 6 --checkpoint-every 2 --optimizer block-muon --timeout 60"
+    again = flags(tmp_path / "run", cache, options, "--resume")
+    kill = send(signal.SIGKILL)
+    stages = {name: at(divided_work._Exchange, name, 4, kill) for name in ("work", "share")}
+    goes_on_after(again, "fsdp2", stages)
+    assert run_ranks(flags(tmp_path / "whole", cache, options), "fsdp2")[0] == [0, 0]
+    assert_same_log(*(tmp_path / name / "log.jsonl" for name in ("run", "whole")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
