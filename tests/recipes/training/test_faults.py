@@ -78,7 +78,7 @@ def test_a_rank_is_killed(kind, tmp_path, cache, whole):
 
 def test_a_rank_is_killed_while_matrices_travel(tmp_path, cache):
     """BlockMuon under FSDP2: parts are on their way to owners, or results on their way back."""
-    options = "--steps 6 --checkpoint-every 2 --optimizer block-muon --timeout 60"
+    options = f"{OPTIONS} --optimizer block-muon --timeout 60"
     again = flags(tmp_path / "run", cache, options, "--resume")
     kill = send(signal.SIGKILL)
     stages = {name: at(divided_work._Exchange, name, 4, kill) for name in ("work", "share")}
