@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import Blocks
+from blockopt.blocks import Blocks, block_numel, checked_blocks
 from blockopt.measure.along_update import Method, along_update
 from blockopt.measure.closures import Curvature, Losses
+
+NEGLIGIBLE = 1e-12  # mean squares of updates below this share of the largest are rounding
 
 
 def directional(
@@ -22,8 +24,9 @@ def directional(
 ) -> Curvature:
     """Return the curvature of each block along the update, `(H u)_b · u_b / (u_b · u_b)`.
 
-    It may be negative, and it includes the effect of the other blocks' updates. `along_update`
-    explains the arguments and returns numerator and denominator.
+    It may be negative, and it includes the effect of the other blocks' updates. It is zero for
+    blocks that have not moved beyond rounding. `along_update` explains the arguments and returns
+    numerator and denominator.
 
     Example:
         >>> model, x = nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
@@ -31,8 +34,17 @@ def directional(
         >>> directional(model, lambda: model(x).square().sum(), update)
         {'weight': tensor([18.])}
     """
+    blocks = checked_blocks(model, blocks)
     along = along_update(model, losses, update, blocks=blocks, method=method)
-    return {
-        name: row / along.square[name].clamp(min=torch.finfo(row.dtype).tiny)
-        for name, row in along.row_sum.items()
+    moved = {
+        name: square / block_numel(tuple(update[name].shape), blocks[name].split).to(square)
+        for name, square in along.square.items()
+        if name in update
     }
+    # Softmax does not see a bias of the keys, whose updates are rounding: so is any ratio of them.
+    smallest = NEGLIGIBLE * max(float(squares.max()) for squares in moved.values())
+    curvature = {name: torch.zeros_like(row) for name, row in along.row_sum.items()}
+    for name, squares in moved.items():
+        ratio = along.row_sum[name] / along.square[name]
+        curvature[name] = torch.where(squares > smallest, ratio, curvature[name])
+    return curvature
