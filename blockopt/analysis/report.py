@@ -115,7 +115,7 @@ def hessian_report(
     taken = 0 if max_bytes is None else _memory_of_passes(parts, max_bytes)
     plan = _Plan.fitting(operator, parts, probes, None if max_bytes is None else max_bytes - taken)
     trial = operator if plan.together else parts[plan.trial]
-    with _kept_graph(trial):
+    with _kept_graph(trial, plan.bounded):
         generator = torch.Generator().manual_seed(probes.seed)
         asymmetry = check_symmetric(trial, tolerance=1e-3, generator=generator)
         seconds_per_product = _seconds_of_a_product(trial)  # the first one makes the graph
@@ -145,7 +145,7 @@ def hessian_report(
         if mass is not None and len(parts) > 1:
             known = [total([block.trace for block in measured.values()]), mass.frobenius]
             generator = torch.Generator().manual_seed(probes.seed)
-            with _kept_graph(operator):
+            with _kept_graph(operator, plan.bounded):
                 whole = measure_block(
                     operator, plan.whole, known=known, asymmetry=asymmetry, generator=generator
                 )
@@ -180,6 +180,7 @@ class _Plan(NamedTuple):
         whole: How much to measure of the whole.
         products: The products of each block.
         num_products: All products.
+        bounded: Whether there is a limit on the memory of the process.
     """
 
     together: bool
@@ -189,6 +190,7 @@ class _Plan(NamedTuple):
     whole: Probes
     products: list[int]
     num_products: int
+    bounded: bool
 
     @classmethod
     def fitting(
@@ -237,7 +239,8 @@ class _Plan(NamedTuple):
         number = sum(products)
         if together and len(parts) > 1:
             number += whole.num_products(n)
-        return cls(together, trial, max(1, chunk), blocks, whole, products, number)
+        bounded = max_bytes is not None
+        return cls(together, trial, max(1, chunk), blocks, whole, products, number, bounded)
 
     def notes(
         self,
@@ -294,10 +297,10 @@ class _Survey:
         else:
             entries = torch.arange(part.shape[0])
             source, place, whose = MassProbes(part, {"": entries}, self._probes.num_probes), 0, part
-        with _kept_graph(whose):
+        with _kept_graph(whose, plan.bounded):
             column = source.column(place, generator, plan.chunk)
         known = source.trace_and_norm(place, column)
-        with _kept_graph(part):
+        with _kept_graph(part, plan.bounded):
             block = measure_block(
                 part,
                 plan.blocks[number],
@@ -339,9 +342,15 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-def _kept_graph(operator: ModelOperator) -> AbstractContextManager[None]:
-    """Keep the graph of a single batch, whose memory every product takes anyway."""
-    return operator.keep_graph() if operator.num_batches == 1 else nullcontext()
+def _kept_graph(operator: ModelOperator, bounded: bool) -> AbstractContextManager[None]:
+    """Keep graphs that take no more memory than a product: of one batch, or of small ones.
+
+    Args:
+        operator: The operator.
+        bounded: Whether memory is, so that only what was measured may be taken.
+    """
+    most = 1 if bounded or operator.num_batches == 1 else operator.columns_at_once()
+    return operator.keep_graph() if operator.num_batches <= most else nullcontext()
 
 
 def _memory_of_passes(parts: Mapping[BlockGroup, ModelOperator], max_bytes: int) -> int:

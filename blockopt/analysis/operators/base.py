@@ -102,7 +102,7 @@ class ModelOperator(ABC):
             progress_bar(shown, type(self).__name__, self.num_batches) as advance,
         ):
             rows = v.detach().reshape(self.shape[0], -1).T.contiguous()  # (k, n)
-            group = 1 if len(rows) < 2 else self._columns_at_once()
+            group = 1 if len(rows) < 2 else self.columns_at_once()
 
             def measure(evaluation: Evaluation) -> dict[str, Tensor]:
                 times = self._graph(next(graphs), evaluation)
@@ -280,7 +280,7 @@ class ModelOperator(ABC):
                     "outside of modules. check_deterministic=False skips this check."
                 )
 
-    def _columns_at_once(self) -> int:
+    def columns_at_once(self) -> int:
         """As many as have `ENTRIES_AT_ONCE` activations, counted in a pass of the first batch."""
         if self._at_once is None:
             counter = _CountEntries()
