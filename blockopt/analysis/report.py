@@ -125,7 +125,8 @@ def hessian_report(
     cost = Cost(plan.num_products, seconds_per_product)
     if announce is not None:
         announce(cost)
-    settings = (matrix, by, operator.names, probes, plan.together, f"{loss:.9g}")
+    cut = [found[name] for name in operator.names]
+    settings = (matrix, by, operator.names, cut, probes, plan.together, f"{loss:.9g}")
     kept = PartialResults(partial, fingerprint(model, *settings))
     with progress_bar(progress, matrix, plan.num_products * operator.num_batches) as advance:
         for part in (operator, *parts.values()):

@@ -105,7 +105,7 @@ def sampled_report(
     if announce is not None:
         announce(cost)
     first_loss = gradients.losses[0][0]
-    settings = (by, sorted(only), num_samples, seed, f"{first_loss:.9g}", len(closures))
+    settings = (by, chosen, num_samples, seed, f"{first_loss:.9g}", len(closures))
     kept = PartialResults(partial, fingerprint(model, *settings))
     if PLAN in kept.pieces:  # of an earlier run, which may have had other memory
         plan = Plan(*kept.pieces[PLAN])

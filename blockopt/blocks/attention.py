@@ -263,7 +263,9 @@ class _Reader(NamedTuple):
 
     def _own_heads(self, name: str, heads: Heads) -> Heads:
         """The heads of the query that a key or value belongs to, and the number of its keys."""
-        alike = {n: len({*words(n)} & {*words(name)}) for n, s in self.named.items() if s == "q"}
+        last = self.named.keys() - chains(self.maps, self.named).values()
+        queries = [n for n, s in self.named.items() if s == "q" and n in last]
+        alike = {n: len({*words(n)} & {*words(name)}) for n in queries}
         query = max(alike, key=alike.__getitem__, default=None)
         number = heads.number or 1
         if query is not None and len({self.maps[n].out_size for n in alike}) > 1:

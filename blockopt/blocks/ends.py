@@ -14,7 +14,14 @@ from blockopt.blocks.known_modules import (
     TOKEN_WORDS,
 )
 from blockopt.blocks.layouts import Layout, Layouts, rows_layouts
-from blockopt.blocks.linear_maps import Linear, read_linear, stored_weight, type_words, words
+from blockopt.blocks.linear_maps import (
+    Linear,
+    only_map,
+    read_linear,
+    stored_weight,
+    type_words,
+    words,
+)
 
 
 def is_vector(parameter: Tensor) -> bool:
@@ -74,17 +81,24 @@ def norm_layouts(module: nn.Module) -> Layouts:
     return {p: Layout(("norm",)) for name, p in own if is_vector(p) or name in ("weight", "bias")}
 
 
-def head_layouts(module: nn.Module, path: str, is_head: bool, per_row: Collection[str]) -> Layouts:
+def head_layouts(
+    module: nn.Module,
+    path: str,
+    parent: nn.Module | None,
+    is_head: bool,
+    per_row: Collection[str],
+) -> Layouts:
     """The last linear map of a head.
 
     Args:
         module: Any module.
         path: Where it is in the model, without wrappers.
+        parent: The module around it.
         is_head: Whether the model itself says that it is its head.
         per_row: The roles that are cut into rows.
     """
     parts = path.split(".")
-    while parts and parts[-1].isdecimal():  # one of several heads in a list
+    if isinstance(parent, nn.ModuleList):  # one of several heads
         parts.pop()
     inside_a_layer = any(part.isdecimal() for part in parts)
     attribute = parts[-1] if parts else ""
@@ -93,6 +107,9 @@ def head_layouts(module: nn.Module, path: str, is_head: bool, per_row: Collectio
         return {}
     if attribute in HEAD_NAMES and not is_head and read_linear(module) is None:
         return {}
+    if isinstance(module, nn.ModuleDict):  # several heads, for as many tasks
+        of_tasks = (head_layouts(child, path, module, True, per_row) for child in module.values())
+        return {parameter: layout for task in of_tasks for parameter, layout in task.items()}
     maps = {n: m for n, inner in module.named_modules() if (m := read_linear(inner)) is not None}
     if maps:
         named_last = [n for n in maps if {"out", "output"} & set(words(n.rpartition(".")[2]))]
@@ -105,7 +122,8 @@ def input_layouts(
     module: nn.Module, path: str, parent: nn.Module | None, per_row: Collection[str]
 ) -> Layouts:
     """Linear maps that make embeddings of patches, features or other embeddings."""
-    linear = read_linear(module) if stored_weight(module) is not None else None
+    alone = stored_weight(module) is not None or type(module) is nn.Sequential
+    linear = only_map(module) if alone else None
     if linear is None or any(part.isdecimal() for part in path.split(".")):
         return {}
     said = set(words(path.rpartition(".")[2]))

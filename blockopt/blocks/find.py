@@ -39,8 +39,13 @@ from blockopt.blocks.linear_maps import (
 from blockopt.blocks.mlps import mlp_layouts
 from blockopt.blocks.overrides import UnknownBlocksError, match_overrides
 from blockopt.blocks.recurrent import recurrent_layouts
-from blockopt.blocks.watch import SeenInPass, layouts_of_pass, reconcile
-from blockopt.blocks.without_role import warn_of_others, warn_of_unseen_attention
+from blockopt.blocks.tried_modules import try_modules
+from blockopt.blocks.watch import SeenInPass, layouts_of_pass, reconcile, warn_of_disagreements
+from blockopt.blocks.without_role import (
+    warn_of_others,
+    warn_of_unknown_order,
+    warn_of_unseen_attention,
+)
 
 
 def find_blocks(
@@ -84,6 +89,10 @@ def find_blocks(
 
     Frozen parameters are left out.
 
+    Where names do not settle what a module of your own does, such as in which order one map holds
+    queries, keys and values, a copy of that module is run on random tokens. A warning names what
+    does not run alone.
+
     With an `example` the model runs once, without leaving a trace, and what each weight does is
     seen where it is used: which rows make the queries, keys and values of which head, and what is
     an MLP, a norm, an embedding or the head. No name is needed for that. Where a name says another
@@ -99,7 +108,7 @@ def find_blocks(
             None is filled in from the name.
         example: What the model is called with: a tensor, a tuple of arguments, a dict of named
             arguments, or a function without arguments that runs the model. Two or more tokens of a
-            small batch are enough. By default nothing runs.
+            small batch are enough.
 
     Returns:
         `{parameter name: Blocks}` in the order of `model.named_parameters()`.
@@ -121,7 +130,7 @@ def find_blocks(
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     _refuse_flattened(model)
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
     numbers = {
         f"{name}.{child}".removeprefix("."): _last_number(child)
         for name, module in model.named_modules()
@@ -135,7 +144,13 @@ def find_blocks(
     if example is not None:
         seen = layouts_of_pass(model, example, per_head=per_head, per_row=per_row)
         warn_of_unseen_attention(found, seen, names, chosen)
-        found = reconcile(found, seen.layouts, seen.shared_roles, names, chosen)
+        found, unlike = reconcile(found, seen.layouts, seen.shared_roles, names, chosen)
+        warn_of_disagreements(unlike)
+    else:
+        tried = try_modules(dict(model.named_modules()), found, per_head, per_row)
+        untold = {names[p]: kind for p, kind in tried.by_convention.items() if p in names}
+        warn_of_unknown_order(model, untold, chosen)
+        found, _ = reconcile(found, tried.layouts, tried.shared_roles, names, chosen)
     blocks: dict[str, Blocks] = {}
     unknown: dict[str, Ambiguity] = {}
     for parameter, name in names.items():
@@ -279,7 +294,7 @@ def _find_layouts(model: nn.Module, per_head: bool, per_row: Collection[str]) ->
     heads = _declared_heads(model)
     for name, module in modules.items():
         if any(module is head for head in heads):
-            passes.append(head_layouts(module, paths[name], True, per_row))
+            passes.append(head_layouts(module, paths[name], None, True, per_row))
     found = _first_of(passes)
     mlps: Layouts = {}
     for name, module in modules.items():
@@ -342,7 +357,7 @@ def _ends(
     inputs: Layouts = {}
     for name, module in modules.items():
         parent = ancestors[name][0] if ancestors[name] else None
-        found |= head_layouts(module, paths[name], False, per_row)
+        found |= head_layouts(module, paths[name], parent, False, per_row)
         inputs |= input_layouts(module, paths[name], parent, per_row)
         norms |= free_parameter_layouts(module) | norm_layouts(module)
     by_size = vocabulary_layouts({paths[name]: m for name, m in modules.items()}, per_row)

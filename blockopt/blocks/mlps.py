@@ -119,7 +119,9 @@ def _one_gate(module: nn.Module, maps: dict[str, Linear], called_so: bool) -> Ro
         if gate is not None:
             other = next(n for n in into if n != gate)
             return {gate: ("mlp_gate",), other: ("mlp_in",), out: ("mlp_out",)}
-        if square:  # one after the other
+        if square and not called_so:
+            continue  # of square maps in a row nothing else says that they are an MLP
+        if square:
             return {into[0]: ("mlp_in",), into[1]: ("mlp_in",), out: ("mlp_out",)}
         if not isinstance(module, CONTAINERS):
             return _unknown_gate(module, into, out)

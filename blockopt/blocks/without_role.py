@@ -20,6 +20,7 @@ from blockopt.blocks.watch import SeenInPass
 MOST_OTHER = 0.05  # share of the weights that may be `other` without a warning
 NO_ATTENTION = " The forward pass on `example` shows no attention, so that names alone decide."
 _warned: WeakSet[nn.Module] = WeakSet()
+_warned_of_order: WeakSet[nn.Module] = WeakSet()
 
 
 def warn_of_unseen_attention(
@@ -39,6 +40,29 @@ def warn_of_unseen_attention(
             f"The forward pass on `example` shows no attention that uses {by_name[0]!r}"
             + (f" and {len(by_name) - 1} more" if len(by_name) > 1 else "")
             + ": it is a recurrence, or runs in a kernel of its own. Names alone decide there.",
+            stacklevel=3,
+        )
+
+
+def warn_of_unknown_order(
+    model: nn.Module, untold: Mapping[str, str], chosen: Collection[str]
+) -> None:
+    """Say once for a model that nothing tells in which order some of its weights hold roles.
+
+    Args:
+        model: The model.
+        untold: The names of these weights, and the types of the modules that hold them.
+        chosen: The names of parameters that have an override.
+    """
+    names = [name for name in untold if name not in chosen]
+    if names and model not in _warned_of_order:
+        _warned_of_order.add(model)
+        warnings.warn(
+            f"Several roles lie in {names[0]!r}"
+            + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            + ". They are taken to follow one another, such as all queries, all keys, all values: "
+            f"no name tells, nor does {untold[names[0]]} show it, run alone on random tokens."
+            + EXAMPLE_HELPS,
             stacklevel=3,
         )
 

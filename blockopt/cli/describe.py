@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockopt.blocks import (
-    ROW_ROLES,
-    UnknownBlocksError,
-    describe,
-    find_blocks,
-    parse_override,
-)
+from blockopt.blocks import ROW_ROLES, describe
 from blockopt.cli.configs import find_config, import_transformers
-from blockopt.cli.errors import UserError, user_mistakes
+from blockopt.cli.errors import UserError
+from blockopt.cli.override_option import add_override_option, blocks_with_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE",
         help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        metavar="NAME=ROLE[:SPLIT]",
-        help="the role of a parameter or pattern, such as 'h.*.fc.weight=mlp_in', or its sections "
-        "with dimension, sizes and parts: 'h.*.qkv.weight=query+key+value:0/64+64+64/4+4+4'; may "
-        "be repeated",
-    )
+    add_override_option(parser)
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -56,20 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     model = build_from_config(options.model, device="cpu" if options.watch else "meta")
-    with user_mistakes(ValueError):
-        overrides = dict(parse_override(text) for text in options.override)
-    try:
-        blocks = find_blocks(
-            model,
-            per_head=not options.no_per_head,
-            per_row=options.per_row,
-            overrides=overrides,
-            example=random_input(model) if options.watch else None,
-        )
-    except UnknownBlocksError as error:
-        raise UserError(error.for_a_command()) from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    blocks = blocks_with_overrides(
+        model,
+        options.override,
+        per_head=not options.no_per_head,
+        per_row=options.per_row,
+        example=random_input(model) if options.watch else None,
+    )
     print(f"{type(model).__name__} ({options.model})")
     print(describe(model, blocks, by_layer=options.by_layer))
     return 0

@@ -18,10 +18,11 @@ from blockopt.analysis.model_report import Cost, HessianReport
 from blockopt.analysis.partial_results import PartialResultsError
 from blockopt.analysis.report import Matrix, hessian_report, matching_parameters
 from blockopt.analysis.report_from_samples import sampled_report
-from blockopt.blocks import Level, find_blocks
+from blockopt.blocks import Level
 from blockopt.cli.errors import UserError, user_mistakes
 from blockopt.cli.hessian_files import describe_measurement, write_report
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
+from blockopt.cli.override_option import add_override_option, blocks_with_overrides
 
 MOST_ROWS = 60  # of a table on the terminal
 LONG = 3600.0  # seconds after which a shorter way is suggested
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     by = "one block per role of the model, of a layer or of a tensor, or per head"
     add_choice("--by", get_args(Level), by)
     add_list("--only", "PATTERN", "only parameters that fit, such as 'h.0.*'")
+    add_override_option(parser)
     add_number("--top", 1, "eigenvalues per block, the farthest from 0", metavar="K")
     add_number("--probes", 20, "random vectors per block, for traces and norms")
     add_number("--steps", 30, "Lanczos steps per spectrum")
@@ -144,9 +146,10 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
     number = sum(p.numel() for p in source.model.parameters())
     dtype = options.dtype or ("float64" if number <= SMALL else "float32")
     model = source.model.to(options.device, getattr(torch, dtype))
-    with user_mistakes(ValueError):  # a pattern that fits nothing, or blocks that cannot be told
+    with user_mistakes(ValueError):  # a pattern that fits nothing
         matching_parameters(model, options.only)
-        blocks = find_blocks(model, per_head=options.by == "head", per_row=())
+    per_head = options.by == "head"
+    blocks = blocks_with_overrides(model, options.override, per_head=per_head, per_row=())
     size = f"{number:,} parameters in {dtype}"
     print(f"{type(model).__name__} ({options.model}), {size}, {source.weights}")
     print(f"{options.sequences} sequences of {options.length} tokens from {options.text}")

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockopt.blocks import UnknownBlocksError
+from blockopt.blocks.layouts import Ambiguity, Layout
 from blockopt.cli import main
 from blockopt.cli.local_model import load_text
 from tests.helpers.hessian_command import QUICK, checkpoint, config_folder, message_of, run_files
@@ -47,6 +49,20 @@ def test_errors_of_models(tmp_path, text):
     assert "No model type 'unheard_of'" in message_of(folder, *rest)
     (tmp_path / "empty").mkdir()
     assert "No model at" in message_of(str(tmp_path / "empty"), *rest)
+
+
+def test_overrides_are_taken_and_asked_for(tmp_path, text, monkeypatch, capsys):
+    folder, rest = config_folder(tmp_path / "model"), ("--text", text, *QUICK, "--only", "*c_fc*")
+    assert "Invalid override 'q=table'" in message_of(folder, *rest, "--override", "q=table")
+    override = ("--override", "transformer.h.*.mlp.c_fc.weight=other")
+    assert main(["hessian", folder, *rest, *override]) == 0
+    assert "other" in capsys.readouterr().out
+
+    def refuse(model, **options):
+        raise UnknownBlocksError({"h.0.w": Ambiguity("why", Layout(("other",)))}, {"h.0.w": (4, 4)})
+
+    monkeypatch.setattr("blockopt.cli.override_option.find_blocks", refuse)
+    assert "    --override 'h.*.w=other'" in message_of(folder, *rest)
 
 
 def test_errors_of_checkpoints(tmp_path, text):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockopt.blocks.watch.forward_graph import ForwardGraph, Op, Value
 from blockopt.blocks.watch.linear_maps import VIEWS, LinearMap, walk_back, walk_on
+from blockopt.blocks.watch.mixed_tokens import is_one_feature
 from blockopt.blocks.watch.parameter_labels import ParameterLabels, UnitLabels
 from blockopt.blocks.watch.probes import (
     Feeding,
@@ -34,16 +35,22 @@ _ROLES = ("query", "key", "value", "gate", "mlp_gate", "mlp_in")
 
 
 class Operand(NamedTuple):
-    """A query, key or value as a product sees it, and the axis along which its features lie."""
+    """A query, key or value as a product sees it, and the axis along which its features lie.
+
+    If attention is among channels, their tokens are its features, and all channels of a head are
+    one row.
+    """
 
     value: Value
     feature_axis: int
+    is_of_channels: bool = False
 
     @property
     def rows(self) -> Side:
         """The tensor, whose rows are numbered by all axes but that of features."""
         tensor = self.value.tensor
-        return Side(tensor, tuple(a for a in range(tensor.ndim) if a != self.feature_axis))
+        inside = {tensor.ndim - 1, tensor.ndim - 2} if self.is_of_channels else {self.feature_axis}
+        return Side(tensor, tuple(a for a in range(tensor.ndim) if a not in inside))
 
 
 class AttentionCall(NamedTuple):
@@ -69,7 +76,7 @@ def attention_calls(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> list[Atte
         ):
             scores = _scores(weights, stops)
             if scores:
-                calls.append(_read_call(op, weights, values, weights_left, scores))
+                calls.append(_read_call(op, weights, values, weights_left, scores, stops))
                 outputs.update(op.outputs)
                 break
     return calls
@@ -105,7 +112,12 @@ def _divides_by_sum(op: Op) -> bool:
 
 
 def _read_call(
-    op: Op, weights: Value, values: Value, weights_left: bool, scores: list[Value]
+    op: Op,
+    weights: Value,
+    values: Value,
+    weights_left: bool,
+    scores: list[Value],
+    maps: dict[Op, LinearMap],
 ) -> AttentionCall:
     last = weights.tensor.ndim - 1
     query_axis, feature_axis = (last - 1, last) if weights_left else (last, last - 1)
@@ -118,7 +130,28 @@ def _read_call(
             query, key = (left, right) if is_left else (right, left)
             operands += [("query", query), ("key", key)]
     operands.append(("value", Operand(values, feature_axis)))
-    return AttentionCall(operands, Operand(op.outputs[0], feature_axis))
+    output = Operand(op.outputs[0], feature_axis)
+    queries = [operand for role, operand in operands[:1] if role == "query"]
+    pairs = [(maps[v.op], q) for q in queries for v in walk_back(q.value, maps) if v.op in maps]
+    if pairs and all(is_one_feature(m, q.value.tensor, q.feature_axis) for m, q in pairs):
+        operands = [(role, operand._replace(is_of_channels=True)) for role, operand in operands]
+        output = output._replace(is_of_channels=True)
+    return AttentionCall(operands, output)
+
+
+def _projections(operand: Operand, maps: dict[Op, LinearMap]) -> list[LinearMap]:
+    """The linear maps that make an operand, before those that only mix its tokens."""
+    found, stack = [], [operand.value]
+    while stack:
+        for value in walk_back(stack.pop(), maps):
+            if value.op not in maps:
+                continue
+            linear, tensor = maps[value.op], operand.value.tensor
+            if operand.is_of_channels or not is_one_feature(linear, tensor, operand.feature_axis):
+                found.append(linear)
+            else:
+                stack.append(linear.input)
+    return found
 
 
 def query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
@@ -152,8 +185,7 @@ def label_attention(
     outputs = ParameterLabels(graph, ("output", "mlp_out"))
     for number, call in enumerate(calls):
         for role, operand in call.operands:
-            made_of = walk_back(operand.value, maps)
-            projections = [maps[value.op] for value in made_of if value.op in maps]
+            projections = _projections(operand, maps)
             for linear in projections:
                 others = [o.output.tensor for o in projections if o is not linear]
                 with stopped_at(others):  # of two maps in a row, the last one makes the heads
@@ -339,5 +371,7 @@ def _label_gate(
         sizes.append(source.size(pull(units.tensor, source.tensor, of_head), source.axes))
     stacked = torch.stack(sizes)
     if stacked.max() > 0:
-        labels = _unit_labels("gate", number, found.rows, strong(lambda _: stacked.square()))
+        labels = _unit_labels(
+            "gate", number, found.rows, strong(lambda _: stacked.square(), of_one_role=False)
+        )
         weights.add(gate.weight, tuple(axis for _, axis in gate.out_axes), labels)

@@ -129,7 +129,8 @@ def logits(maps: dict[Op, LinearMap]) -> list[LinearMap]:
     for linear in maps.values():
         after = list(walk_on(linear.output, maps))
         is_last = not any(op in maps or op.multiplies_activations for op in after)
-        if linear.in_size != linear.out_size and is_last and not _is_residual(linear, after):
+        fits = linear.in_size != linear.out_size and linear.is_of_points
+        if fits and is_last and not _is_residual(linear, after):
             found.append(linear)
     return found
 

@@ -43,7 +43,7 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
     """
     first = {linear: linear for linear in maps.values()} | first_factors(maps)
     waists = {linear for second, linear in first.items() if linear is not second}
-    free = [m for op, m in maps.items() if m not in taken | waists and not op.is_empty]
+    free = [m for m in maps.values() if m not in taken | waists and not m.op.is_empty]
     hidden = {linear: hidden_maps(first[linear], maps, first) for linear in free}
     # A map out of hidden units that enters further ones belongs to a deeper net.
     entered = {into for out, found in hidden.items() for into in found}
@@ -52,7 +52,12 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
         if not found or out in entered or not taken.isdisjoint(found):
             continue
         back_to_width = all(first[into].in_width == out.out_width for into in found)
-        fits = back_to_width and is_added(out, maps) and is_per_token(first[out], found)
+        fits = (
+            back_to_width
+            and all(m.is_of_points for m in (out, *found))
+            and is_added(out, maps)
+            and is_per_token(first[out], found)
+        )
         if fits and not any(_enters_elsewhere(into, first[out], maps) for into in found):
             into = list(with_roles(first[out], found, maps))
             roles = {linear: min(names) for linear, names in into} | {out: "mlp_out"}

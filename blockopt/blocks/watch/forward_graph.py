@@ -7,6 +7,7 @@ here, as two products with a softmax between them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -232,9 +233,10 @@ def recorded_pass(model: nn.Module, example: Any) -> Iterator[ForwardGraph]:
         stack.enter_context(_nothing_is_zero(model))
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
+        if "torch._dynamo" in sys.modules:  # to import it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         with (
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH),
             graph,
         ):

@@ -56,6 +56,11 @@ class LinearMap(NamedTuple):
         return _size(self.weight.tensor, self.in_axes)
 
     @property
+    def is_of_points(self) -> bool:
+        """Whether it sees one token or point at a time, unlike a convolution over several."""
+        return self.op.name != "convolution" or self.weight.tensor.shape[2:].numel() == 1
+
+    @property
     def out_width(self) -> int:
         """Number of outputs of each matrix, if the product sees a stack of them."""
         return _size(self.weight.tensor, self.out_axes[-1:])

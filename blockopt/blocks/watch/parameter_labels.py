@@ -44,7 +44,7 @@ class ParameterLabels:
             )
             mixed = self._mixed.setdefault(parameter, set())
             sent = coordinates(weight, parameter)
-            if parameter.ndim == 3 and _is_chosen(sent[0], axes):
+            if parameter.ndim == 3 and parameter.shape[2] > 1 and _is_chosen(sent[0], axes):
                 self._stacks.add(parameter)
             alongs = [None if c is None else along_unit_axes(c, axes) for c in sent]
             self._add_by_matrix(parameter, alongs, labels)

@@ -145,7 +145,7 @@ def feeding(
     if not touched:
         return None
     start = units_of(rows.at(rows.axes, touched[0]))
-    token = _largest(units.size(start, units.others))
+    token = largest(units.size(start, units.others))
     if token is None:
         return None
     found = _large(rows.size(rows_of(units.at(units.others, token)), rows.axes))
@@ -159,7 +159,7 @@ def feeding(
     return Feeding(found, strong(squares), token)
 
 
-def strong(squares: Callable[[int], Tensor]) -> Tensor:
+def strong(squares: Callable[[int], Tensor], *, of_one_role: bool = True) -> Tensor:
     """Where a derivative counts, compared with its largest along the first axis.
 
     Nearly every derivative that is not zero counts, so that a short convolution, which ties a unit
@@ -168,11 +168,13 @@ def strong(squares: Callable[[int], Tensor]) -> Tensor:
 
     Args:
         squares: Squared derivatives for a draw of random signs.
+        of_one_role: Whether units that feed a row in common belong to one head.
     """
     total = squares(0)
     strongest = total.amax(dim=0)
     counts = strongest > 1e-12 * strongest.max()
     fed = (total >= _ANY**2 * strongest) & counts
+    fed = _with_ties(fed) if of_one_role else fed
     if (
         len(fed) == 1
         or are_heads(fed)
@@ -183,6 +185,17 @@ def strong(squares: Callable[[int], Tensor]) -> Tensor:
     strongest = total.amax(dim=0)
     strictly = (total >= _STRONGEST**2 * strongest) & counts
     return strictly if are_heads(strictly) else fed
+
+
+def _with_ties(fed: Tensor) -> Tensor:
+    """The same with all rows of a head for each of its units, if some hardly feed one of them."""
+    if are_heads(fed):
+        return fed
+    flat = fed.flatten(1).float()
+    tied = flat @ flat.mT > 0
+    for _ in range(max(1, len(tied).bit_length())):
+        tied = tied.float() @ tied.float() > 0
+    return (tied.float() @ flat > 0).view_as(fed)
 
 
 def are_heads(fed: Tensor) -> bool:
@@ -205,7 +218,8 @@ def _large(sizes: Tensor) -> list[tuple[int, ...]]:
     return [tuple(i) for i in (sizes > 1e-6 * sizes.max()).nonzero().tolist()]
 
 
-def _largest(sizes: Tensor) -> tuple[int, ...] | None:
+def largest(sizes: Tensor) -> tuple[int, ...] | None:
+    """The index of the largest of some sizes, None if all are zero."""
     if not sizes.numel() or not sizes.max() > 0:
         return None
     return tuple((sizes == sizes.max()).nonzero()[0].tolist())

@@ -21,11 +21,10 @@ def reconcile(
     shared_roles: Mapping[Any, Collection[str]],
     names: Mapping[Any, str],
     settled: Collection[str],
-) -> Layouts:
+) -> tuple[Layouts, list[str]]:
     """Take what the pass shows, and names where it shows nothing certain.
 
-    Where the two disagree about what a pass proves, the pass is right, and a warning tells both
-    readings.
+    Where the two disagree about what a pass proves, the pass is right.
 
     Args:
         by_names: The layouts that the names of modules give.
@@ -33,6 +32,9 @@ def reconcile(
         shared_roles: The roles of parameters that have several, between which names decide.
         names: The name of every parameter that counts.
         settled: The names of those that have an override.
+
+    Returns:
+        The layouts, and both readings of each parameter about which the two disagree.
     """
     result: Layouts = dict(by_names)
     disagreements = []
@@ -67,6 +69,11 @@ def reconcile(
         weight = held.get(names[bias].removesuffix("bias") + "weight")
         if weight is None or result.get(weight) == in_pass.get(weight):
             result[bias] = seen
+    return result, disagreements
+
+
+def warn_of_disagreements(disagreements: list[str]) -> None:
+    """Tell both readings of the parameters for which the pass is taken."""
     if disagreements:
         warnings.warn(
             "The names of modules say another thing than the forward pass on `example` shows. The "
@@ -74,7 +81,6 @@ def reconcile(
             "of each as overrides={name: Blocks(...)}.",
             stacklevel=3,
         )
-    return result
 
 
 def _is_one_block(said: Layout, seen: Layout) -> bool:
