@@ -114,3 +114,33 @@ def test_key_value_may_be_interleaved_and_kv_is_stored_in_a_row():
     expected = cut(0, key=(D, H), value=(D, H))
     assert told.value.overrides["key_value.weight"] == expected
     assert find_blocks(attention("kv"))["kv.weight"] == expected
+
+
+def test_keys_have_the_heads_of_queries_of_low_rank():
+    maps = {"q_down": linear(D, 4), "q_up": linear(4, D), "k_proj": linear(D, D // H)}
+    maps |= {"v_proj": linear(D, D // H), "o_proj": linear(D, D)}
+    found = find_blocks(module("Attn", {"num_heads": H}, **maps))
+    assert found["q_down.weight"] == whole("query")
+    assert found["q_up.weight"] == cut(0, query=(D, H))
+    assert found["k_proj.weight"] == whole("key")
+    assert found["v_proj.weight"] == whole("value")
+
+
+def test_of_heads_in_a_list_or_dictionary_the_last_map_is_the_head():
+    inner = nn.Sequential(module("Residual", linear=linear(D, D)), linear(D, V))
+    tasks = nn.ModuleDict({"kind": linear(D, 3), "topic": nn.Sequential(linear(D, D), nn.Tanh())})
+    tasks["topic"].append(linear(D, 5))
+    model = module("Model", medusa_head=nn.ModuleList([inner]), heads=tasks)
+    with pytest.warns(UserWarning, match="no role in a transformer"):
+        found = find_blocks(model)
+    assert found["medusa_head.0.0.linear.weight"].roles == ("other",)
+    assert found["medusa_head.0.1.weight"] == rows("head", V)._replace(layer=0)
+    assert found["heads.kind.weight"] == rows("head", 3)
+    assert found["heads.topic.0.weight"].roles == ("other",)
+    assert found["heads.topic.2.weight"] == rows("head", 5)
+
+
+def test_square_maps_of_what_nobody_calls_an_mlp_are_none():
+    maps = {name: linear(D, D) for name in ("toqk", "tov", "to_out")}
+    found = find_blocks(nn.ModuleList([module("Shared", **maps)]))
+    assert {entry.roles for entry in found.values()} == {("other",)}

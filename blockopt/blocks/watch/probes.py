@@ -199,10 +199,10 @@ def _with_ties(fed: Tensor) -> Tensor:
 
 
 def are_heads(fed: Tensor) -> bool:
-    """Whether units that feed the same rows are several sets of one size."""
+    """Whether units that feed the same rows are several sets of one size, with no row in common."""
     columns = fed.flatten(1)[:, fed.flatten(1).any(dim=0)]
-    _, sizes = columns.unique(dim=1, return_counts=True)
-    return len(sizes) > 1 and len(sizes.unique()) == 1
+    sets, sizes = columns.unique(dim=1, return_counts=True)
+    return len(sizes) > 1 and len(sizes.unique()) == 1 and bool((sets.sum(dim=1) < 2).all())
 
 
 def _select(tensor: Tensor, axes: tuple[int, ...], index: tuple[int, ...]) -> Tensor:

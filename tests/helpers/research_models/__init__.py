@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers.research_models import attention_kinds as kinds
-from tests.helpers.research_models import layers, low_rank, storage, without_softmax
+from tests.helpers.research_models import layers, low_rank, mixing, storage, without_softmax
 from tests.helpers.research_models.layers import Letters
 from tests.helpers.research_models.parts import D, H, features, image, memory, tokens
 
@@ -57,6 +57,10 @@ RESEARCH = {
     "side-paths": (low_rank.SidePaths, features, low_rank.SIDE_PATHS),
     "sets": (low_rank.Sets, features, low_rank.SETS),
     "biases": (low_rank.Biases, features, low_rank.BIASES),
+    "few-tokens": (mixing.FewTokens, features, mixing.FEW_TOKENS),
+    "channels": (mixing.Channels, features, mixing.CHANNELS),
+    "pixels": (mixing.Pixels, features, mixing.PIXELS),
+    "hardly-tied": (mixing.HardlyTied, features, mixing.HARDLY_TIED),
     "retention": (without_softmax.Retention, features, without_softmax.RETENTION),
     "forgetting": (without_softmax.Forgetting, features, without_softmax.FORGETTING),
     "linear-attention": (without_softmax.LinearAttention, features, without_softmax.LINEAR),
