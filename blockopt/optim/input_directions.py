@@ -189,19 +189,9 @@ class OwnPart:
         """Which of the fused maps each output belongs to: 0 or 1, of (outputs, fused maps)."""
         split = blocks.split
         assert split is not None
-        device, kind = self.parameter.device, self._wide
-        numbers = torch.cat(
-            [
-                torch.full((size,), index, dtype=kind, device=device)
-                for index, size in enumerate(split.sizes)
-            ]
-        )
-        kinds = torch.cat(
-            [torch.full((1,), i, dtype=kind, device=device) for i in range(self.number)]
-        )
-        return self._own(
-            (numbers[:, None] == kinds).to(kind).repeat(split.repeat, 1), [self.maps.out]
-        )
+        own = torch.eye(self.number, dtype=self._wide, device=self.parameter.device)
+        members = torch.cat([row.expand(size, -1) for row, size in zip(own, split.sizes)])
+        return self._own(members.repeat(split.repeat, 1), [self.maps.out])
 
     @property
     def inputs_are_cut(self) -> bool:

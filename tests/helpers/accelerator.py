@@ -111,7 +111,7 @@ class Accelerator(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         keywords = dict(keywords or {})
-        made = function in (torch.zeros, torch.ones, torch.empty, torch.full)
+        made = function in (torch.zeros, torch.ones, torch.empty, torch.full, torch.eye)
         if made and _is_there(keywords.get("device")):
             keywords["device"] = "cpu"
             values = function(*arguments, **keywords)
