@@ -14,6 +14,7 @@ import transformers
 
 import blockopt
 from blockopt.blocks import from_plain, parse_override
+from blockopt.blocks.tried_modules import Tried
 from recipes.common import optimizers
 from recipes.common.errors import UsageError
 from recipes.common.gpt2 import GPT2, to_huggingface
@@ -282,11 +283,18 @@ def test_bad_options_are_refused():
         build_optimizer("muon", torch.nn.Embedding(3, 4), 1e-2)
 
 
-def test_overrides_settle_blocks_and_are_asked_for():
-    """The overrides that a refusal proposes are taken, and stand in the optimizer's groups."""
+def letters_of_unknown_heads(monkeypatch):
+    """A model whose blocks names do not tell, nor its layers by themselves."""
+    monkeypatch.setattr("blockopt.blocks.find.try_modules", lambda *_: Tried({}, {}, {}))
     model = research_model("letters")
     for block in model.blocks:
-        del block.h  # the number of heads, without which names do not tell the blocks
+        del block.h
+    return model
+
+
+def test_overrides_settle_blocks_and_are_asked_for(monkeypatch):
+    """The overrides that a refusal proposes are taken, and stand in the optimizer's groups."""
+    model = letters_of_unknown_heads(monkeypatch)
     with pytest.raises(UsageError, match="To this command, pass\n    --override") as caught:
         build_optimizer("block-adamw", model, 1e-2)
     proposed = re.findall(r"--override '(.+)'", str(caught.value))
@@ -304,10 +312,8 @@ def test_overrides_settle_blocks_and_are_asked_for():
 
 
 @pytest.mark.parametrize("name", ["block-adamw", "adamw"])
-def test_a_batch_finds_the_blocks_that_names_do_not_tell(name):
-    model = research_model("letters")
-    for block in model.blocks:
-        del block.h  # the number of heads, which names would find
+def test_a_batch_finds_the_blocks_that_names_do_not_tell(name, monkeypatch):
+    model = letters_of_unknown_heads(monkeypatch)
     with pytest.raises(ValueError, match="example="):
         build_optimizer(name, model, 1e-2, curvature="newton")
     optimizer = build_optimizer(name, model, 1e-2, curvature="newton", example=tokens()[:1])
