@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -33,3 +33,17 @@ def check_range(name: str, value: float | Tensor, high: float = math.inf) -> Non
     if not 0.0 <= float(value) < high:
         bound = "finite and >= 0" if high == math.inf else f"in [0, {high})"
         raise ValueError(f"Invalid {name}={float(value)}. Must be {bound}.")
+
+
+def check_is_model(function: str, model: object) -> None:
+    """Check that a function was given a module, not its parameters.
+
+    Example:
+        >>> check_is_model("param_groups", nn.Linear(2, 2).parameters())
+        Traceback (most recent call last):
+            ...
+        TypeError: param_groups takes the model, not a generator: param_groups(model).
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{function} takes the model, not a {kind}: {function}(model).")

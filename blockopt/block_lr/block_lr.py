@@ -33,6 +33,7 @@ from blockopt.no_trace import preserved_state
 from blockopt.optim import unwrapped_name
 
 CurvatureFunction = Callable[[nn.Module, Any], Mapping[str, Tensor]]
+EXAMPLE = "block_lr.step(lambda: model(**batch).loss)."
 
 
 class BlockLR:
@@ -217,6 +218,7 @@ class BlockLR:
                 batch outside. "successive_gradients", "gradient" and "power_law" need none.
 
         Raises:
+            TypeError: If it is a loss itself, not a closure.
             ValueError: If the curvature needs a loss and there is none; or about the model, the
                 loss function, or what a function of your own returned.
             RuntimeError: If this was the third failure in a row, or if another BlockLR has taken
@@ -228,11 +230,10 @@ class BlockLR:
                 "one's step."
             )
         self._hooks.restore()
+        if isinstance(losses, Tensor):
+            raise TypeError(f"Got a loss, not a function that returns it. Call {EXAMPLE}")
         if losses is None and self._estimator is not None and self._estimator.needs_loss:
-            raise ValueError(
-                f"curvature={self._curvature!r} needs a loss: "
-                "block_lr.step(lambda: model(**batch).loss)."
-            )
+            raise ValueError(f"curvature={self._curvature!r} needs a loss: {EXAMPLE}")
         if self._last_due(self._hooks.num_steps) <= self._served:
             return  # without waiting for the optimizer to know whether it has refused the step
         due = self._last_due(self.num_steps)

@@ -134,9 +134,9 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         if foreign or not held:
             other = f"one of shape {tuple(foreign[0].shape)}" if foreign else "none at all"
             raise ValueError(
-                f"The parameters of the optimizer are none of the model's (it has {other}). If an "
-                "engine has flattened the parameters (DeepSpeed's ZeRO 1 to 3), use FSDP2, which "
-                "keeps them."
+                f"The parameters of the optimizer are none of the model's (it has {other}). Build "
+                "the optimizer on the very model that BlockLR is given. If an engine has flattened "
+                "the parameters (DeepSpeed's ZeRO 1 to 3), use FSDP2, which keeps them."
             )
         for group in groups:
             yield group, [names[parameter] for parameter in group["params"]]

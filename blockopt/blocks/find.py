@@ -46,6 +46,7 @@ from blockopt.blocks.without_role import (
     warn_of_unknown_order,
     warn_of_unseen_attention,
 )
+from blockopt.checks import check_is_model
 
 
 def find_blocks(
@@ -127,6 +128,7 @@ def find_blocks(
         >>> blocks["self_attn.out_proj.weight"].split
         Split(dim=1, sizes=(16,), parts=(2,))
     """
+    check_is_model("find_blocks", model)
     if isinstance(per_row, str) or not set(per_row) <= set(ROW_ROLES):
         raise ValueError(f"Invalid per_row={per_row!r}. Must be a collection out of {ROW_ROLES}.")
     _refuse_flattened(model)

@@ -14,7 +14,7 @@ from blockopt.blocks.find import checked_blocks, find_blocks
 from blockopt.blocks.known_modules import TOKEN_WORDS
 from blockopt.blocks.linear_maps import words
 from blockopt.blocks.recurrent import is_time_constant
-from blockopt.checks import check_choice, check_range
+from blockopt.checks import check_choice, check_is_model, check_range
 
 
 def param_groups(
@@ -59,6 +59,7 @@ def param_groups(
         >>> [group["role"] for group in param_groups(model)]
         ['query+key+value', 'bias', 'output', 'mlp_in', 'mlp_out', 'norm']
     """
+    check_is_model("param_groups", model)
     check_choice("by", by, ("role", "parameter"))
     if weight_decay is not None:
         check_range("weight_decay", weight_decay)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from blockopt.blocks import Blocks
@@ -44,6 +44,11 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
     _replicas: Any = None  # the ranks that divide the work on plain parameters; not pickled
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
+        if isinstance(params, nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes parameters, not a model: {name}(blockopt.param_groups(model))."
+            )
         self._refused = RefusedSteps()
         self._scaled = False
         self._shapes: list[Shapes] = []  # of the parameters of each group, when it was added
@@ -252,7 +257,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         for name, scale in given.items():
             if name not in known:
                 example = next(iter(known))
-                raise KeyError(f"No parameter {name!r} in this optimizer (such as {example!r}).")
+                raise KeyError(
+                    f"No parameter {name!r} in this optimizer (such as {example!r}). "
+                    "block_scales() shows the names and how many scales each takes."
+                )
             shape = (known[name][1].num_blocks,)
             if tuple(scale.shape) != shape:
                 raise ValueError(

@@ -36,6 +36,15 @@ def _raise(error):
     raise error
 
 
+def test_a_loss_in_place_of_a_closure_is_refused_also_where_no_refresh_is_due():
+    model, optimizer, block_lr = attached("newton", every=10)
+    take_step(model, optimizer)
+    block_lr.step(lambda: token_loss(model))
+    take_step(model, optimizer)
+    with pytest.raises(TypeError, match="Got a loss, not a function"):
+        block_lr.step(token_loss(model))
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_refresh_that_may_pass_later_keeps_the_scales_and_warns_once(kind):
     closure, message = BROKEN[kind]

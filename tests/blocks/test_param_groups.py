@@ -143,3 +143,9 @@ def test_torch_adamw_trains_with_the_groups(name):
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
     optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+
+
+@pytest.mark.parametrize("function", [param_groups, find_blocks])
+def test_parameters_are_no_model(function):
+    with pytest.raises(TypeError, match="takes the model, not a generator"):
+        function(torch.nn.Linear(2, 2).parameters())

@@ -21,6 +21,11 @@ def make(request):
     return OPTIMIZERS[request.param]
 
 
+def test_a_model_is_no_parameters(make):
+    with pytest.raises(TypeError, match=r"takes parameters, not a model.*param_groups\(model\)"):
+        make(tiny_gpt())
+
+
 def test_sparse_gradient_is_refused(make):
     model = nn.Embedding(5, 4, sparse=True)
     model(torch.tensor([1])).sum().backward()
