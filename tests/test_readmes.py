@@ -52,6 +52,7 @@ def test_snippets_run_with_what_a_user_has(readme, tmp_path):
         )
 
 
+@pytest.mark.distributed
 def test_the_snippets_of_the_analysis(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}

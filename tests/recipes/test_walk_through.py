@@ -14,6 +14,7 @@ def call(monkeypatch, *arguments):
     walk_through.main()
 
 
+@pytest.mark.distributed
 def test_a_checkpoint_leads_to_one_page(monkeypatch, tmp_path, capfd):
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64, "vocab_size": 256}

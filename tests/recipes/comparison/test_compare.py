@@ -135,6 +135,7 @@ def test_bugs_keep_their_traceback(monkeypatch, tmp_path, capsys):
     assert re.fullmatch(r"error: Another run trains in .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.distributed
 def test_killed_in_the_middle_the_same_command_goes_on(tmp_path):
     text = "".join(f"{i * i % 97} plus {i % 31} is {i * i % 97 + i % 31}\n" for i in range(4000))
     (tmp_path / "text.txt").write_text(text)
