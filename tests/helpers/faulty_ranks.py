@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -73,6 +74,7 @@ def run_ranks(
         def task() -> None:
             sys.stdout = sys.stderr = output = said.open("a", buffering=1)
             os.dup2(output.fileno(), 2)
+            faulthandler.register(signal.SIGUSR1, output)  # says where a rank hangs
             if number > 1:
                 os.environ.update(
                     {
@@ -99,11 +101,11 @@ def run_ranks(
         return task
 
     pids = [start_child(rank_of(rank)) for rank in range(number)]
-    endings = wait_for(pids)
+    endings = wait_for(pids, said)
     return endings, said.read_text()
 
 
-def wait_for(pids: list[int], seconds: float = 120) -> list[int]:
+def wait_for(pids: list[int], said: Path, seconds: float = 120) -> list[int]:
     """Return how processes ended; those that are stopped are killed when the others have."""
     endings: dict[int, int] = {}
     stopped: set[int] = set()
@@ -117,9 +119,13 @@ def wait_for(pids: list[int], seconds: float = 120) -> list[int]:
                 endings[pid] = os.waitstatus_to_exitcode(status)
         late = time.monotonic() > deadline
         if late or len(endings) + len(stopped) == len(pids):
+            if late:
+                for pid in set(pids) - set(endings):
+                    os.kill(pid, signal.SIGUSR1)
+                time.sleep(1.0)
             for pid in set(pids) - set(endings):
                 os.kill(pid, signal.SIGKILL)
                 endings[pid] = ending(pid)
-            assert not late, "some ranks did not end"
+            assert not late, f"some ranks did not end: {endings}\n{said.read_text()}"
         time.sleep(0.01)
     return [endings[pid] for pid in pids]
