@@ -1,11 +1,10 @@
 """The hash of the code that decides a result covers exactly the modules that do."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
-
-import pytest
 
 from recipes.common.provenance import code_hash, imported_sources
 from tests.helpers import ROOT
@@ -13,22 +12,19 @@ from tests.helpers import ROOT
 LOOP = "recipes.comparison.run_loop"
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the packages, and a function that hashes the code of the copy in a new process."""
-    for package in ("blockopt", "recipes"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.png")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+# In a copy of the packages: one new process for all hashes, since each start imports torch.
+HASHES = """
+import json, sys
+from pathlib import Path
+from recipes.common import provenance
 
-    def hashed():
-        code = "from recipes.common import provenance as p; p.__file__.startswith({!r}) or exit(9)"
-        code += f"; print(p.code_hash({LOOP!r}))"
-        command = [sys.executable, "-c", code.format(str(tmp_path))]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return tmp_path, hashed
+assert provenance.__file__.startswith(str(Path.cwd()))
+for names in json.loads(sys.argv[2]):
+    for name in names:
+        with Path(name).open("a") as file:
+            file.write("# changed\\n")
+    print(provenance.code_hash(sys.argv[1]))
+"""
 
 
 def test_what_decides_a_run_is_in_and_what_shows_it_is_not():
@@ -54,17 +50,15 @@ def test_all_that_a_run_imports_is_in():
     assert ours <= imported_sources(LOOP).keys()
 
 
-def test_the_hash_changes_with_a_module_that_decides_and_with_no_other(copy):
-    folder, hashed = copy
-    before = hashed()
-    assert before == code_hash(LOOP)
-    for name in ("recipes/comparison/report.py", "blockopt/analysis/__init__.py"):
-        with (folder / name).open("a") as file:
-            file.write("# changed\n")
-    assert hashed() == before
-    seen = {before}
-    for name in ("recipes/comparison/run_loop.py", "blockopt/optim/adamw.py"):
-        with (folder / name).open("a") as file:
-            file.write("# changed\n")
-        seen.add(hashed())
-    assert len(seen) == 3
+def test_the_hash_changes_with_a_module_that_decides_and_with_no_other(tmp_path):
+    for package in ("blockopt", "recipes"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.png")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    others = ["recipes/comparison/report.py", "blockopt/analysis/__init__.py"]
+    changes = [[], others, ["recipes/comparison/run_loop.py"], ["blockopt/optim/adamw.py"]]
+    command = [sys.executable, "-c", HASHES, LOOP, json.dumps(changes)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    before, unchanged, *changed = done.stdout.split()
+    assert before == unchanged == code_hash(LOOP)
+    assert len({before, *changed}) == 3
