@@ -16,10 +16,15 @@ from blockopt.analysis.closed_forms.score_vectors import HeadNorm
 from blockopt.analysis.closed_forms.self_attention import SelfAttentionHessian
 from blockopt.no_trace import preserved_state
 
-# What changes scores or attention beyond the closed forms, by the attribute that tells
+# What changes scores or attention beyond the closed forms, by the attribute that tells, of the
+# layer or of its config
+BY_DISTANCE = "a learned bias for each distance is added to its scores"
 BEYOND = {
     "attn_logit_softcapping": "a soft cap bends its scores",  # Gemma 2
     "sinks": "part of its attention goes to sinks",  # gpt-oss
+    "relative_attention_num_buckets": BY_DISTANCE,  # T5
+    "use_relative_position_bias": BY_DISTANCE,  # BEiT, whose model adds it to the mask
+    "use_shared_relative_position_bias": BY_DISTANCE,
 }
 # The closed form must have the output of the layer up to this, relative to its largest entry:
 # models compute norms, rotations and softmax in float32, whatever their dtype.
@@ -40,7 +45,8 @@ def attention_hessian(
     GPT-NeoX (`query_key_value`), Phi-3 (`qkv_proj`) and `nn.MultiheadAttention`, with or without
     biases, and optionally with a norm of the queries and the keys of each head. Its own output is
     compared with that of the closed form, so that a layer that computes anything else is refused;
-    so are sinks (gpt-oss) and soft caps (Gemma 2), which bend small scores too little to show.
+    so are sinks (gpt-oss) and soft caps (Gemma 2), which bend small scores too little to show, and
+    biases by distance that the model may hand in (T5, BEiT).
     Entries are in the layout of closed forms: by role, by head, and by input before output. The
     weight of a `q_proj` is `W_Q.mT.flatten(0, 1)`.
 
@@ -50,15 +56,17 @@ def attention_hessian(
         loss: On its output, before the residual connection.
         rotary: Its rotations; for models of transformers
             `RotaryPositions(*model.model.rotary_emb(hidden_states, positions))`.
-        mask: Bool, True where a position sees another, (L, L) or (B, L, L). By default causal,
-            within the sliding window of the layer if it has one; everything if the layer says that
-            it is not causal, and not that of a decoder.
+        mask: Bool, True where a position sees another, (L, L) or (B, L, L). By default causal, or
+            everything if the layer says that it is not causal, and not that of a decoder; within
+            the sliding window of the layer if it has one.
 
     Raises:
         ValueError: If a projection is missing, or the layer computes something else.
     """
+    config = getattr(module, "config", None)
     for name, what in BEYOND.items():
-        if getattr(module, name, None) is not None:
+        declared = getattr(module, name, getattr(config, name, None))
+        if declared is not None and declared is not False:
             raise ValueError(
                 f"Invalid module {type(module).__name__}: {what}, which no closed form has. Use a "
                 "HessianOperator of the model."
@@ -84,11 +92,12 @@ def _default_mask(module: nn.Module, hidden_states: Tensor) -> Tensor:
     """Return who sees whom by default, (L, L)."""
     length = hidden_states.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool, device=hidden_states.device)
+    window = getattr(module, "sliding_window", _window_of_config(getattr(module, "config", None)))
+    reach = int(window) - 1 if window else length  # 0 is no window
     # Some decoders say that they are not causal, since their model hands them the mask.
     if getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False):
-        return mask
-    window = getattr(module, "sliding_window", _window_of_config(getattr(module, "config", None)))
-    return mask.tril().triu(1 - int(window)) if window else mask.tril()  # 0 is no window
+        return mask.triu(-reach).tril(reach)
+    return mask.triu(-reach).tril()
 
 
 def _window_of_config(config: Any) -> int | None:
