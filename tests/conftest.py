@@ -1,4 +1,10 @@
+import os
+
 import pytest
+
+# torch looks up a name for each end of each connection to a store, and the store serves nobody
+# meanwhile: with a name server that is slow or gone, ranks would take minutes to meet.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture

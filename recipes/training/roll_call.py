@@ -136,6 +136,7 @@ def _place(frame: object) -> str:
 def _store() -> dist.Store:
     """A connection of our own, which no other thread holds, apart for each restart."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    wait = timedelta(seconds=PATIENCE)
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    # Not before: both ends look up each other's names, and a name server may take its time.
+    store.set_timeout(timedelta(seconds=PATIENCE))
     return dist.PrefixStore(f"recipes/train.py/{attempt()}", store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -13,18 +14,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def in_child(task: Callable[[], object]) -> int:
-    """Run in a copy of this process; return its exit code, or minus the signal that killed it."""
-    return ending(start_child(task))
+    """Run in a copy of this process, and return how it ends.
 
-
-def start_child(task: Callable[[], object]) -> int:
-    """Start a copy of this process; its exit code is 0 after the task, 1 after an error."""
+    Returns:
+        0 after the task, 1 after an error, or minus the signal that killed it.
+    """
     sys.stdout.flush()
     with warnings.catch_warnings():
         # The other threads, if there are any, are those of pytest-xdist.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
+        gc.freeze()  # the garbage of this process: its destructors may wait for threads
         code: object = 1
         try:
             torch.set_num_threads(1)
@@ -36,11 +37,6 @@ def start_child(task: Callable[[], object]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)  # type: ignore[arg-type]
-    return pid
-
-
-def ending(pid: int) -> int:
-    """Wait for a process; return its exit code, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

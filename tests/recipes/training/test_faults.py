@@ -174,9 +174,13 @@ def test_a_full_disk_ends_both_ranks(kind, tmp_path, cache, whole):
     assert_same_log(tmp_path / "run" / "log.jsonl", whole[kind])
 
 
+def slow_disk():
+    time.sleep(8)
+
+
 def test_a_disk_slower_than_the_timeout_is_told(tmp_path, cache):
     arguments = flags(tmp_path / "run", cache, "--steps 4 --timeout 4")
-    plan = at(Checkpoints, "save", 1, lambda: time.sleep(8))
+    plan = at(Checkpoints, "save", 1, slow_disk)
     endings, said = run_ranks(arguments, "ddp", fault=on_rank(0, plan))
     assert endings == [1, 1]
     assert "All ranks answer, but one is slower than --timeout" in said

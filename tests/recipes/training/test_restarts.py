@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -46,28 +47,43 @@ def test_an_attempt_does_not_find_addresses_of_the_one_before(monkeypatch):
     assert not found().check(["address"])
 
 
+def wait_until(condition, process, said):
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, said.read_text()
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.002)
+
+
 @pytest.mark.distributed
 def test_torchrun_restarts_a_run_that_goes_on(tmp_path):
-    """Rank 0 is killed in the middle; the command ends well, with the losses of a whole run."""
+    """Rank 0 is killed, then rank 1; the command ends well, with the losses of a whole run."""
     options = "--steps 60 --checkpoint-every 5 --eval-every 0 --timeout 60"
     log, holder = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "run.holder"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "--standalone", str(ROOT / "recipes" / "train.py")]
+    command += ["--max-restarts=2", "--standalone", str(ROOT / "recipes" / "train.py")]
     command += flags(tmp_path / "run", tmp_path / "cache", options)
-    with (tmp_path / "said.txt").open("wb") as output:
+    said = tmp_path / "said.txt"
+    with said.open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        deadline = time.monotonic() + 200
-        while not (log.exists() and len(log.read_bytes().splitlines()) >= 20):
-            assert process.poll() is None, (tmp_path / "said.txt").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        os.kill(json.loads(holder.read_text())["pid"], signal.SIGKILL)
+        for restarts, step in enumerate((12, 32)):
+
+            def is_there(restarts=restarts, step=step):
+                lines = read_log(log) if log.exists() else []
+                resumed = sum(line["kind"] == "resumed" for line in lines)
+                return resumed == restarts and step in (
+                    line["step"] for line in lines if "step" in line
+                )
+
+            wait_until(is_there, process, said)
+            first = json.loads(holder.read_text())["pid"]
+            (second,) = {child.pid for child in psutil.Process(process.pid).children()} - {first}
+            os.kill((first, second)[restarts], signal.SIGKILL)
         code = process.wait(timeout=200)
-    said = (tmp_path / "said.txt").read_text()
-    assert code == 0, said
-    assert "The launcher has started this run again: it goes on." in said
-    assert [line for line in read_log(log) if line["kind"] == "resumed"]
+    assert code == 0, said.read_text()
+    assert said.read_text().count("The launcher has started this run again: it goes on.") == 2
+    assert [line["kind"] for line in read_log(log)].count("resumed") == 2
     plain = flags(tmp_path / "plain", tmp_path / "cache", options)
     assert run_ranks(plain, "ddp")[0] == [0, 0]
     assert losses_of(log) == losses_of(tmp_path / "plain" / "log.jsonl")
