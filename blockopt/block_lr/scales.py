@@ -31,6 +31,9 @@ RATIOS = {
     **{"value": 4, "output": 4, "mlp_in": 6, "mlp_gate": 6, "mlp_out": 6},
     **{"query": 8, "key": 8, "embedding": 10, "position": 10},
 }  # 1 for the others
+# Curvature below this share of the largest is rounding, such as that of a bias of the keys, which
+# softmax does not see. Its sign is chance, and differs with the number of ranks.
+NEGLIGIBLE = 1e-12
 
 
 class ScaleOptions(NamedTuple):
@@ -67,9 +70,10 @@ def block_scales(
     model is 1: the learning rate keeps its meaning, and the unit of the curvature does not matter.
 
     Blocks of a group share a multiplier. A group's curvature is the mean over its entries, without
-    blocks that are not finite if it has others. A group at or below zero counts as the flattest
-    positive one, and one that is not finite as the sharpest finite one. There is a warning if any
-    value is not finite, or if the curvature of more than half of the weights is not positive.
+    blocks that are not finite if it has others. A group at or below zero, or above it by rounding
+    alone, counts as the flattest positive one, and one that is not finite as the sharpest finite
+    one. There is a warning if any value is not finite, or if the curvature of more than half of the
+    weights is not positive.
 
     Args:
         curvature: `{parameter name: one value per block}`, the mean curvature tr(H_bb) / size.
@@ -220,14 +224,15 @@ def _pool(values: Tensor, numel: Tensor, group: Tensor) -> Tensor:
 
 def _positive(pooled: Tensor) -> Tensor:
     """Curvature that has a logarithm: guesses in place of what is not positive and finite."""
-    usable = pooled[torch.isfinite(pooled) & (pooled > 0)]
+    finite = pooled[torch.isfinite(pooled)]
+    usable = finite[finite > (NEGLIGIBLE * finite.abs().max() if len(finite) else 0.0)]
     if len(usable) == 0:
         raise NotPositiveError(
             f"None of the {len(pooled)} groups of blocks has a positive and finite curvature. "
             "Measure on more data, or with 'gauss_newton', which is never negative."
         )
     flattest, sharpest = usable.min().item(), usable.max().item()
-    return torch.where(pooled <= 0, flattest, pooled.nan_to_num(nan=sharpest, posinf=sharpest))
+    return pooled.nan_to_num(nan=sharpest, posinf=sharpest).clamp(min=flattest)
 
 
 def _scales(curvature: Tensor, weights: Tensor, options: ScaleOptions) -> Tensor:

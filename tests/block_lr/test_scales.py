@@ -207,6 +207,19 @@ def test_the_unit_of_the_curvature_does_not_matter(factor, dtype, rtol, by):
         torch.testing.assert_close(scaled[name], values, rtol=rtol, atol=0.0)
 
 
+def test_the_sign_of_rounding_does_not_matter():
+    """Softmax does not see a bias of the keys: its curvature is zero, but for rounding."""
+    model = FAMILIES["bert"]()
+    curvature = {name: values + 1.0 for name, values in uniform(model).items()}
+    name = next(name for name in curvature if name.endswith("key.bias"))
+    found = []
+    for rounding in (-1e-17, 0.0, 1e-17, 3e-16):
+        curvature[name] = torch.full_like(curvature[name], rounding)
+        found.append(block_scales(curvature, model, by="head"))
+    for other in found[1:]:
+        assert all(torch.equal(values, other[n]) for n, values in found[0].items())
+
+
 def test_the_result_depends_on_values_only_and_the_input_stays_as_it_was():
     model = MODELS["nanogpt"]
     blocks = find_blocks(model)
