@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,16 @@ LOCAL = "127.0.0.1"
 
 def measure_on_ranks(ranks: int, size: str, rounds: int, folder: Path) -> dict[str, Any]:
     """Return times, traffic and state of all arms on so many processes of one thread each."""
-    with socket.socket() as s:
-        s.bind((LOCAL, 0))
-        port = s.getsockname()[1]
+    store = dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     output = folder / f"{ranks}.pt"
-    mp.spawn(_start, args=(ranks, port, size, rounds, str(output)), nprocs=ranks, join=True)
+    mp.spawn(_start, args=(ranks, store.port, size, rounds, str(output)), nprocs=ranks, join=True)
     found: dict[str, Any] = torch.load(output)
     return found
 
 
 def _start(rank: int, ranks: int, port: int, size: str, rounds: int, output: str) -> None:
     os.environ.update(MASTER_ADDR=LOCAL, MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = _measure(size, rounds)

@@ -1,7 +1,6 @@
 """Processes that run tasks together."""
 
 import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -19,16 +18,22 @@ def run_on_two_ranks(*tasks):
 
 
 def run_on_ranks(number, *tasks):
-    """Run every `task(rank)`, one after another, in as many processes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_start, args=(number, port, tasks), nprocs=number, join=True)
+    """Run every `task(rank)`, one after another, in as many processes.
+
+    This process keeps their store, as torchrun does: a port that was only looked for could be taken
+    by another program until they have started.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_start, args=(number, store.port, tasks), nprocs=number, join=True)
 
 
 def _start(rank, number, port, tasks):
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(number)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        RANK=str(rank),
+        WORLD_SIZE=str(number),
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
