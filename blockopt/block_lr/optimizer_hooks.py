@@ -287,6 +287,13 @@ class GroupOptimizerHooks(OptimizerHooks[torch.optim.Optimizer]):
     def _check(self) -> None:
         groups = [group for group, _ in self._named_groups()]
         name = type(self._optimizer).__name__
+        inside = getattr(self._optimizer, "optim", None)
+        if isinstance(inside, BlockOptimizer):
+            own = type(inside).__name__
+            raise ValueError(
+                f"{name} hides the blocks of {own}. Divide its state by fully_shard (FSDP2), or "
+                f"give BlockLR a {own}(blockopt.param_groups(model), ...) without {name}."
+            )
         if len(groups) == 1:
             raise ValueError(
                 f"{name} has one group, so all blocks share its learning rate. Build it with "

@@ -9,6 +9,7 @@ parameters does not tell (expert-parallel ranks hold other batches, tensor-paral
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from blockopt.distributed import are_together, meet, num_ranks, rank
 
-SAMPLED = 1 << 16  # entries that a fingerprint looks at
+TARGETS, PREDICTIONS = 1 << 16, 64  # how many of each a fingerprint looks at
 TOLERANCE = 1e-2  # of the root mean square; ranks with one batch may round differently
 
 
@@ -44,16 +45,24 @@ class BatchShare(NamedTuple):
 
 
 class _Fingerprint(NamedTuple):
+    """What tells batches apart; single predictions do so better than their means.
+
+    Attributes:
+        rows: How many there are.
+        targets: A hash.
+        predictions: Some of them.
+    """
+
     rows: int
-    target: float
-    prediction: tuple[float, float, float]
+    targets: int
+    predictions: list[float]
 
     def is_same(self, other: _Fingerprint) -> bool:
-        allowed = TOLERANCE * math.sqrt(self.prediction[1]) + 1e-30
-        moved = abs(self.prediction[0] - other.prediction[0])
-        turned = abs(self.prediction[2] - other.prediction[2])
-        exact = (self.rows, self.target) == (other.rows, other.target)
-        return exact and max(moved, turned) <= allowed
+        if (self.rows, self.targets) != (other.rows, other.targets):
+            return False
+        size = math.sqrt(sum(p * p for p in self.predictions) / max(1, len(self.predictions)))
+        pairs = zip(self.predictions, other.predictions)
+        return all(abs(one - two) <= TOLERANCE * size + 1e-30 for one, two in pairs)
 
 
 def batch_share(rows: list[int], predictions: list[Tensor], targets: list[Tensor]) -> BatchShare:
@@ -95,13 +104,10 @@ def _first_like(calls: list[_Fingerprint], everyone: Sequence[list[_Fingerprint]
 
 
 def _fingerprint(rows: int, prediction: Tensor, target: Tensor) -> _Fingerprint:
-    seen, labels = _few(prediction), _few(target)
-    ramp = torch.linspace(-1, 1, len(seen), dtype=torch.float64)
-    moments = (seen.mean(), seen.square().mean(), (seen * ramp).mean())
-    weighted = labels * torch.linspace(1, 2, len(labels), dtype=torch.float64)
-    return _Fingerprint(rows, float(weighted.sum()), tuple(map(float, moments)))  # type: ignore[arg-type]
+    labels = zlib.crc32(_few(target, TARGETS).numpy().tobytes())
+    return _Fingerprint(rows, labels, _few(prediction, PREDICTIONS).tolist())
 
 
-def _few(tensor: Tensor) -> Tensor:
+def _few(tensor: Tensor, number: int) -> Tensor:
     flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float64)
+    return flat[:: max(1, flat.numel() // number)].to("cpu", torch.float64)

@@ -234,6 +234,7 @@ def zero_redundancy_equals_whole(rank):
     for cls, options in (
         (blockopt.BlockAdamW, {}),
         (blockopt.BlockAdamW, {"second_moment": "block"}),
+        (blockopt.BlockAdamW, {"second_moment": "whitened"}),
         (blockopt.BlockMuon, {}),
         (blockopt.BlockSGD, {"momentum": 0.9}),
     ):
@@ -245,12 +246,34 @@ def zero_redundancy_equals_whole(rank):
         assert_same_weights(model, plain, rtol=1e-9, atol=1e-9)
         held = sum(p.numel() for p in a.optim.state)
         assert held < sum(p.numel() for p in model.parameters())  # the state is divided
+        with pytest.raises(ValueError, match=f"hides the blocks of {cls.__name__}.*FSDP2"):
+            blockopt.BlockLR(a, model)
+    zero_redundancy_with_block_learning_rates(rank, ZeroRedundancyOptimizer)
     groups = [{**g, "params": [p for _, p in g["params"]]} for g in blockopt.param_groups(model)]
     try:
         ZeroRedundancyOptimizer(groups, blockopt.BlockAdamW, lr=1e-2)
     except ValueError as error:
         assert 'by="parameter"' in str(error)  # noqa: PT017
     dist.barrier()
+
+
+def zero_redundancy_with_block_learning_rates(rank, divided):
+    """Those of an optimizer of torch, whose groups are whole tensors, are as without it."""
+    runs = []
+    for is_divided in (False, True):
+        model = DistributedDataParallel(tiny_gpt(dtype=torch.float64))
+        if is_divided:
+            optimizer = divided(unnamed_groups(model), torch.optim.AdamW, lr=1e-2)
+        else:
+            groups = blockopt.param_groups(model, by="parameter")
+            optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        block_lr = blockopt.BlockLR(optimizer, model, curvature="gauss_newton", every=1)
+        for step in range(3):
+            train(model, optimizer, rank)
+            block_lr.step(partial(token_loss, model, 100 + 2 * step + rank))
+        assert len(block_lr.history) > 1
+        runs.append(model)
+    assert_same_weights(*runs, rtol=1e-9, atol=1e-9)
 
 
 def test_two_ranks_in_engines_of_torch():
