@@ -19,6 +19,7 @@ from blockopt.optim.finite_gradients import can_read_at_once, flag_on
 from blockopt.optim.groups import (
     Shapes,
     blocks_of,
+    check_blocks,
     check_learning_rate,
     check_supported,
     names_of,
@@ -316,15 +317,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             check_range("lr", group["lr"])
             check_range("weight_decay", group["weight_decay"])
             self._check_group(group)
-            if group["params"] and group["blocks"] and len(group["blocks"]) != len(group["params"]):
-                raise ValueError(
-                    f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} "
-                    "parameters. Must be one each. What divides groups among ranks, as "
-                    "ZeroRedundancyOptimizer does, needs those of param_groups(model, "
-                    'by="parameter").'
-                )
-            for parameter, blocks in zip(group["params"], blocks_of(group)):
-                blocks.check(tuple(parameter.shape))
+            check_blocks(group)
         except ValueError:
             self.param_groups.pop()
             raise

@@ -64,6 +64,29 @@ def refuse_flattened(group: dict[str, Any], shapes: Shapes, what: str) -> None:
     )
 
 
+def check_blocks(group: dict[str, Any]) -> None:
+    """Raise `ValueError` if the blocks of a group are not those of its parameters."""
+    if not group["params"] or not group["blocks"]:
+        return
+    divided = (
+        "What divides groups among ranks, as ZeroRedundancyOptimizer does, needs those of "
+        'param_groups(model, by="parameter").'
+    )
+    if len(group["blocks"]) != len(group["params"]):
+        raise ValueError(
+            f"Invalid blocks: {len(group['blocks'])} for {len(group['params'])} parameters. Must "
+            f"be one each. {divided}"
+        )
+    for parameter, blocks in zip(group["params"], blocks_of(group)):
+        try:
+            blocks.check(tuple(parameter.shape))
+        except ValueError as error:
+            raise ValueError(
+                f"{error} If FSDP1 or DeepSpeed has flattened the parameters since, use FSDP2 "
+                f"(torch.distributed.fsdp.fully_shard), which keeps their shapes. {divided}"
+            ) from None
+
+
 def check_supported(parameter: Tensor) -> None:
     """Raise `ValueError` for a parameter that is not real and floating."""
     if not parameter.is_floating_point():
