@@ -62,11 +62,25 @@ def adam_mini(problem: Problem) -> Optimizer:
     return Adam_mini(named.items(), **ADAMW, weight_decay=0.1, verbose=False, **sizes)
 
 
-def scaled(problem: Problem, optimizer: BlockAdamW | BlockSGD, by: Level) -> Optimizer:
-    """Set the scale of each group of blocks to a random number in [0.5, 2]."""
-    labels, numbers = block_groups(find_blocks(problem.model), by)
-    values = 0.5 + 1.5 * torch.rand(len(labels), generator=torch.Generator().manual_seed(0))
-    optimizer.set_block_scales({name: values[number] for name, number in numbers.items()})
+def scaled(
+    problem: Problem, optimizer: BlockAdamW | BlockSGD, attention: Level, others: Level
+) -> Optimizer:
+    """Set the scale of each group of blocks to a random number in [0.5, 2].
+
+    Args:
+        problem: What the optimizer is for.
+        optimizer: Whose scales are set.
+        attention: Which blocks of the matrices of attention share a scale.
+        others: The same for all other parameters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = find_blocks(problem.model)
+    heads = {name for name, blocks in found.items() if set(blocks.roles) <= ATTENTION}
+    for chosen, by in ((heads, attention), (found.keys() - heads, others)):
+        some = {name: blocks for name, blocks in found.items() if name in chosen}
+        labels, numbers = block_groups(some, by)
+        values = 0.5 + 1.5 * torch.rand(len(labels), generator=generator)
+        optimizer.set_block_scales({name: values[number] for name, number in numbers.items()})
     return optimizer
 
 
@@ -84,22 +98,27 @@ ADAMW = {"lr": LR, "betas": (0.9, 0.95)}
 MOMENTUM = {"lr": LR, "momentum": 0.9}
 FOREACH, FUSED, MINI = "AdamW foreach", "AdamW fused", "Adam-mini"
 SGD, MUON = "SGD foreach", "torch Muon"
-# The largest acceptable ratio to fused AdamW, with gradients checked and with nonfinite="ignore".
-# Scales by head change with every row of an embedding and every neuron, too.
-VARIANTS: dict[str, tuple[Level | None, float, float]] = {
+ATTENTION = {"query", "key", "value", "output"}
+# What shares a scale, in attention and elsewhere, and the largest acceptable ratio to fused AdamW,
+# with gradients checked and with nonfinite="ignore". By head, scales change with every row of
+# an embedding and every neuron.
+VARIANTS: dict[str, tuple[tuple[Level, Level] | None, float, float]] = {
     "BlockAdamW": (None, 1.3, 1.02),
-    "BlockAdamW, by role": ("role", 1.35, 1.05),
-    "BlockAdamW, by head": ("head", 1.5, 1.25),
+    "BlockAdamW, by role": (("role", "role"), 1.35, 1.05),
+    "BlockAdamW, attention by head": (("head", "tensor"), 1.5, 1.25),
+    "BlockAdamW, by head": (("head", "head"), 1.5, 1.25),
 }
 SGD_TARGETS = ((SGD, 1.1), (MINI, 0.3))
 
 
-def variants(name: str, by: Level | None, checked: float, ignoring: float) -> Iterator[Arm]:
+def variants(
+    name: str, by: tuple[Level, Level] | None, checked: float, ignoring: float
+) -> Iterator[Arm]:
     """Yield an arm that checks gradients, and one that does not."""
 
     def build(problem: Problem, nonfinite: str) -> Optimizer:
         optimizer = block_adamw(problem, nonfinite)
-        return optimizer if by is None else scaled(problem, optimizer, by)
+        return optimizer if by is None else scaled(problem, optimizer, *by)
 
     others = ((FOREACH, 1.0), (MINI, 0.3))
     yield Arm(
@@ -125,7 +144,7 @@ ARMS = (
     Arm("BlockSGD", block_sgd, targets=SGD_TARGETS, ours=True),
     Arm(
         "BlockSGD, by role",
-        lambda p: scaled(p, block_sgd(p), "role"),
+        lambda p: scaled(p, block_sgd(p), "role", "role"),
         targets=SGD_TARGETS,
         ours=True,
     ),

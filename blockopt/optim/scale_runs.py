@@ -7,6 +7,7 @@ view, and all views of one scale go into one call of the kernel, with `lr * scal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,8 +64,13 @@ def by_scale(
     for number, (stretches, row) in enumerate(zip(runs, zip(*columns))):
         if stretches is None:
             others.append(number)
-        for start, length, scale in stretches or ():
-            for views, tensor in zip(found.setdefault(scale, [[] for _ in row]), row):
-                whole = tensor.ndim == 0 or length == tensor.shape[0]
-                views.append(tensor if whole else tensor.narrow(0, start, length))
+            continue
+        lengths = [run.length for run in stretches]
+        cut = [t.split(lengths) if len(lengths) > 1 and t.ndim else repeat(t) for t in row]
+        for run, *views in zip(stretches, *cut):
+            lists = found.get(run.scale)
+            if lists is None:
+                lists = found[run.scale] = [[] for _ in row]
+            for some, view in zip(lists, views):
+                some.append(view)
     return found, others
