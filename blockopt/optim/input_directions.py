@@ -115,7 +115,7 @@ def new_input_state(parameter: Tensor, blocks: Blocks) -> dict[str, Tensor]:
 def damp_inputs(chosen: list[Damped]) -> None:
     """Update the sketches of parameters, and damp the dominant inputs in their directions."""
     parts = [OwnPart(damped.entry) for damped in chosen]
-    probes = [d.entry.state["input_probes"].repeat(1, p.number) for d, p in zip(chosen, parts)]
+    probes = [damped.entry.state["input_probes"] for damped in chosen]
     gradients = [part.as_maps(damped.gradient) for part, damped in zip(parts, chosen)]
     _add_to_sketches(chosen, parts, gradients, _products(parts, gradients, probes))
     found = [dominant_inputs(damped.entry.state) for damped in chosen]
@@ -150,7 +150,7 @@ def _add_to_sketches(
     for part, gradient, products in zip(parts, gradients, probed):
         squares = torch.linalg.vector_norm(gradient, dim=2, keepdim=True).square()
         sums.append(part.reduced(times_thin(gradient.mT, products), part.maps.inp))
-        sums.append(part.reduced(part.masked(squares.repeat(1, 1, part.number)).sum(dim=1)))
+        sums.append(part.reduced(part.masked(squares, 1).sum(dim=1)))
     new = iter(sums_over_ranks(sums))
     for damped in chosen:
         states = [damped.entry.state[name] for name in ("input_sketch", "input_trace")]
@@ -166,7 +166,7 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
     Ranks that hold different inputs of the same outputs add up.
     """
     found = [
-        part.masked(times_thin(some, part.own_inputs(matrix)))
+        part.masked(times_thin(some, part.own_inputs(matrix)), PROBES)
         for part, some, matrix in zip(parts, maps, matrices)
     ]
     cut = [index for index, part in enumerate(parts) if part.inputs_are_cut]
@@ -177,13 +177,25 @@ def _products(parts: list[OwnPart], maps: list[Tensor], matrices: list[Tensor]) 
 
 
 class OwnPart:
-    """The part of a parameter that this rank holds, as maps of (stack, outputs, inputs)."""
+    """The part of a parameter that this rank holds, as maps of (stack, outputs, inputs).
+
+    Fused maps of equal size that follow one another count as a stack. Others are one map, and a
+    mask tells which of its outputs belong to which.
+    """
 
     def __init__(self, entry: Entry) -> None:
         self.parameter, self.maps = entry.parameter, maps_of(entry.blocks)
         self.number = num_fused(entry.blocks)
         self._wide = accumulation_dtype(self.parameter)
-        self._mask = self._members(entry.blocks) if self.number > 1 else None
+        self._apart = self.number > 1 and self._can_be_taken_apart(entry.blocks)
+        masks = self.number > 1 and not self._apart
+        self._mask = self._members(entry.blocks) if masks else None
+
+    def _can_be_taken_apart(self, blocks: Blocks) -> bool:
+        split = blocks.split
+        assert split is not None
+        follow = split.repeat == 1 and len(set(split.sizes)) == 1
+        return follow and self.maps.stack is None and not is_sharded(self.parameter)
 
     def _members(self, blocks: Blocks) -> Tensor:
         """Which of the fused maps each output belongs to: 0 or 1, of (outputs, fused maps)."""
@@ -204,7 +216,8 @@ class OwnPart:
         """The own part of a tensor that is laid out as the parameter is."""
         part, (stack, out, inp) = local(tensor).to(self._wide), self.maps
         if stack is None:
-            return part.movedim((out, inp), (0, 1)).flatten(1)[None]
+            one = part.movedim((out, inp), (0, 1)).flatten(1)
+            return one.unflatten(0, (self.number, -1)) if self._apart else one[None]
         return part.movedim((out, inp), (1, 2))
 
     def is_viewed(self, tensor: Tensor) -> bool:
@@ -217,19 +230,24 @@ class OwnPart:
         dtype = self.parameter.dtype
         if stack is not None:
             return maps.movedim((1, 2), (out, inp)).to(dtype)
-        moved = maps[0].reshape(shape[out], shape[inp], *shape[2:])
+        moved = maps.reshape(shape[out], shape[inp], *shape[2:])
         return moved.movedim((0, 1), (out, inp)).to(dtype)
 
-    def masked(self, columns: Tensor) -> Tensor:
-        """Of (stack, outputs, fused maps · columns) what belongs to the map of each output."""
+    def masked(self, columns: Tensor, width: int) -> Tensor:
+        """Of (stack, outputs, fused maps · width) what belongs to the map of each output.
+
+        Columns that all fused maps share are given once, and returned for each.
+        """
         if self._mask is None:
             return columns
-        apart: Tensor = columns.unflatten(2, (self.number, -1))
+        apart: Tensor = columns.unflatten(2, (-1, width))
         return (apart * self._mask[:, :, None]).flatten(2)
 
     def own_inputs(self, whole: Tensor) -> Tensor:
         """The rows of (inputs, columns) or (stack, inputs, columns) that this rank holds."""
         stack, _, inp = self.maps
+        if self._apart and whole.ndim == 3:
+            return whole[0].view(len(whole[0]), self.number, -1).transpose(0, 1)
         return self._own(whole, [inp] if whole.ndim == 2 else [stack, inp])
 
     def own_outputs(self, whole: Tensor) -> Tensor:
@@ -242,6 +260,8 @@ class OwnPart:
         """Sums of (stack, …) or (stack, what `dim` counts, …), to be added up over ranks."""
         stack = self.maps.stack
         dims = tuple(d for d in (stack, dim) if d is not None)
+        if self._apart:
+            part = part.transpose(0, 1).flatten(1)[None]
         return Reduced(part[0] if stack is None else part, self.parameter, dims)
 
     def _own(self, whole: Tensor, dims: list[int | None]) -> Tensor:

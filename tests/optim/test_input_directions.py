@@ -65,12 +65,24 @@ def test_a_dominant_direction_is_damped_and_the_others_stay():
     assert (rest - others).norm() < 0.4 * others.norm()
 
 
-def test_fused_maps_are_damped_one_by_one():
-    fused = Blocks(("query", "key"), split=Split(0, (4, 2), (1, 1), repeat=3))
+@pytest.mark.parametrize(
+    "split",
+    [
+        Split(0, (4, 2), (1, 1), repeat=3),
+        Split(0, (12, 6), (2, 1)),
+        Split(0, (6, 6, 6), (1, 1, 1)),
+        Split(1, (6, 6, 6), (1, 1, 1)),
+    ],
+    ids=["interleaved", "unequal", "equal", "of a Conv1D"],
+)
+def test_fused_maps_are_damped_one_by_one(split):
+    roles = ("query", "key", "value")[: len(split.sizes)]
     gradients, direction = [random(18, 30, seed=s) for s in range(3)], random(18, 30, seed=5)
-    found = damped(fused, gradients, direction)
-    rows = torch.arange(18).view(3, 6)
-    for role, own in (("query", rows[:, :4].flatten()), ("key", rows[:, 4:].flatten())):
+    stored = [x.T.contiguous() if split.dim == 1 else x for x in (*gradients, direction)]
+    found = damped(Blocks(roles, split=split), stored[:-1], stored[-1])
+    found = found.T if split.dim == 1 else found
+    rows = torch.arange(18).view(split.repeat, -1).split(split.sizes, dim=1)
+    for role, own in zip(roles, (some.flatten() for some in rows)):
         alone = Blocks((role,), split=Split(0, (len(own),), (1,)))
         expected = damped(alone, [g[own] for g in gradients], direction[own])
         torch.testing.assert_close(found[own], expected, rtol=1e-12, atol=1e-12)
