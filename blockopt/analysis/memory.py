@@ -10,6 +10,7 @@ import torch
 from blockopt.checks import check_count
 
 GIB = 2**30
+ALWAYS_FITS = 2**24  # bytes; to ask what is free takes longer than to fill them
 NOT_COMPARED = "Memory did not suffice to compare with float64."  # a note of reports
 
 
@@ -42,6 +43,8 @@ def check_memory(
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"Invalid max_bytes={max_bytes}. Must be > 0.")
     needed = memory_needed(rows, columns, dtype, chunk)
+    if max_bytes is None and needed <= ALWAYS_FITS:
+        return
     limit = free_memory(device) if max_bytes is None else max_bytes
     if limit is not None and needed > limit:
         name = str(dtype).removeprefix("torch.")

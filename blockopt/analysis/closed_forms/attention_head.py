@@ -230,4 +230,4 @@ class AttentionHead:
 
         The functional query-key block has it because the scores hold the product `W_Q W_Kᵀ`.
         """
-        return self.scale * torch.einsum("bia,bij,bjc->ac", self.x, w, self.x)
+        return self.scale * (self.x.mT @ (w @ self.x)).sum(0)

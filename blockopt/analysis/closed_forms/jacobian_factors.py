@@ -62,6 +62,12 @@ class Term(NamedTuple):
     vector: Tensor
     vector_first: bool
 
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """How many values the index of the rows has, and both indices of the columns."""
+        (rows, one), other = self.matrices.shape[2:], self.vector.shape[2]
+        return (rows, other, one) if self.vector_first else (rows, one, other)
+
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return matrices and vectors that broadcast to (B L, r) and the columns in order."""
         matrices, vector = self.matrices.flatten(0, 1), self.vector.flatten(0, 1)
@@ -87,8 +93,7 @@ def assemble(
     vector = vector.flatten(0, 1)
     if len(terms) == 1 and terms[0].matrices.stride()[:2] == (0, 0) and terms[0].vector_first:
         return _same_everywhere(vector, terms[0])
-    parts = [term.parts() for term in terms]
-    columns = torch.broadcast_shapes(*(part.shape[1:] for part in parts[0]))
+    parts, columns = [term.parts() for term in terms], terms[0].columns
     shape = (vector.shape[1], *columns)
     size = math.prod(shape)
     out = vector.new_empty(shape) if scratch is None else scratch[:size].view(shape)

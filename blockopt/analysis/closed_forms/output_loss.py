@@ -67,8 +67,9 @@ class SquaredError:
         self, output: Tensor, left: Tensor | None = None, right: Tensor | None = None
     ) -> Tensor:
         """Return `left Λ_i rightᵀ` of each position, see `OutputLoss`."""
-        identity = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
-        product = (identity if left is None else left) @ (identity if right is None else right).mT
+        if left is None:
+            left = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
+        product = left if right is None else left @ right.mT
         return (2 / output.numel() * product).expand(*output.shape[:-1], *product.shape)
 
     def _target(self, output: Tensor) -> Tensor:
