@@ -134,7 +134,8 @@ def _norms(module: nn.Module, head_dim: int) -> dict[str, HeadNorm]:
             # Without one, torch takes the epsilon of the dtype.
             default = 0.0 if gain is None else torch.finfo(gain.dtype).eps
             epsilon = default if epsilon is None else float(epsilon)
-            found[role] = HeadNorm(_gain(norm, gain, kind), kind, epsilon)
+            bias = getattr(norm, "bias", None)
+            found[role] = HeadNorm(_gain(norm, gain, kind), kind, epsilon, bias)
     return found
 
 
@@ -168,8 +169,8 @@ def _check_output(
     if not error <= TOLERANCE * size:
         raise ValueError(
             f"The output of {type(module).__name__} differs by {error:.3g}, of {size:.3g}, from "
-            "softmax attention with these projections. Check rotary and mask. A layer that "
-            "computes anything else needs a HessianOperator of the model."
+            "softmax attention with these projections. Check rotary, its layout, and mask. A layer "
+            "that computes anything else needs a HessianOperator of the model."
         )
 
 
@@ -186,7 +187,7 @@ def _own_output(
     added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     added = added.masked_fill(~visible, torch.finfo(added.dtype).min).unsqueeze(1)
     given = {
-        "position_embeddings": None if rotary is None else (rotary.cos, rotary.sin),
+        "position_embeddings": None if rotary is None else tuple(rotary.given.values()),
         "attention_mask": added,
     }
     accepted = inspect.signature(module.forward).parameters

@@ -23,14 +23,16 @@ class RotaryPositions:
     Args:
         cos: Cosines of the angles by position and entry of the head, (L, r) or (B, L, r), as models
             of transformers pass them to attention. With r below the width of a head, its last
-            entries are not turned. A factor that scales both, as YaRN has it, is fine.
+            entries are not turned. A factor that scales both, as YaRN has it, is fine. The angles
+            of the planes may be stored one half after the other or each twice in a row.
         sin: The sines, of the same shape.
         layout: Which two entries form a plane: "half" for f and f + r/2, as in Llama and most
-            models, or "interleaved" for 2f and 2f + 1, as in GPT-J.
+            models, or "interleaved" for 2f and 2f + 1, as in GPT-J, Cohere, GLM and Ernie 4.5.
 
     Attributes:
-        cos: (B, L, r) or (1, L, r).
+        cos: (B, L, r) or (1, L, r), for each entry its own.
         sin: Of the same shape.
+        given: Both by name, in the order in which they were passed.
 
     Raises:
         ValueError: If shapes do not fit, or the two entries of a plane have different angles.
@@ -50,16 +52,10 @@ class RotaryPositions:
                 "Both must be (L, r) or (B, L, r), with r even."
             )
         self._layout = layout
-        self.cos, self.sin = (t.detach().reshape(-1, *t.shape[-2:]) for t in (cos, sin))
         self.width = cos.shape[-1]
-        for name, values in (("cos", self.cos), ("sin", self.sin)):
-            first, second = self._planes(values)
-            if not torch.equal(first, second):
-                other = "interleaved" if layout == "half" else "half"
-                raise ValueError(
-                    f"Invalid {name} for layout={layout!r}: the two entries of a plane have "
-                    f"different angles. Is the layout {other!r}?"
-                )
+        as_given = (t.detach().reshape(-1, *t.shape[-2:]) for t in (cos, sin))
+        self.given = dict(zip(("cos", "sin"), as_given))
+        self.cos, self.sin = (self._by_entry(*named) for named in self.given.items())
 
     @classmethod
     def of_length(
@@ -114,6 +110,19 @@ class RotaryPositions:
                 f"Invalid rotary: angles of {kind}. Must be as X, of {X.dtype} on {X.device}: "
                 "RotaryPositions(cos.to(X), sin.to(X))."
             )
+
+    def _by_entry(self, name: str, values: Tensor) -> Tensor:
+        """Return what turns each entry, from values in either order."""
+        if torch.equal(*self._planes(values)):
+            return values
+        first, second = values.chunk(2, -1)
+        if self._layout == "interleaved" and torch.equal(first, second):
+            return first.repeat_interleave(2, -1)  # as GLM does in its layers
+        ask = " Is the layout 'interleaved'?" if self._layout == "half" else ""
+        raise ValueError(
+            f"Invalid {name} for layout={self._layout!r}: the two entries of a plane have "
+            f"different angles.{ask}"
+        )
 
     def _planes(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the second entry of every plane."""

@@ -22,11 +22,13 @@ class HeadNorm(NamedTuple):
         gain: (dk,), shared by the heads, or None for ones.
         kind: "rms" or "layer".
         epsilon: Added to the mean square, or to the variance.
+        bias: (dk,), added after the gain, or None.
     """
 
     gain: Tensor | None = None
     kind: NormKind = "rms"
     epsilon: float = 1e-6
+    bias: Tensor | None = None
 
 
 class ScoreVectors:
@@ -49,8 +51,9 @@ class ScoreVectors:
         self._shape, self._norm, self.value = linear.shape, None, linear
         self._known: Tensor | None = None
         if norm is not None:
-            gain, kind, epsilon = norm
-            self._norm = Normalization(linear, kind=kind, gain=gain, epsilon=epsilon)
+            self._norm = Normalization(
+                linear, kind=norm.kind, gain=norm.gain, bias=norm.bias, epsilon=norm.epsilon
+            )
             self.value = self._norm.output
         if rotary is not None:
             self.value = rotary.rotate(self.value)

@@ -21,6 +21,7 @@ WIDTH, LENGTH, BATCH = 12, 5, 2
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+INTERLEAVED = ("Cohere", "Ernie4_5", "Helium")
 FOUR = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
 
 
@@ -50,11 +51,13 @@ def layer_of(family, **options):
     for parameter in attention.parameters():
         parameter.data = torch.randn_like(parameter) / 3 + (parameter.ndim == 1)
     for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+        if isinstance(getattr(attention, name, None), torch.nn.LayerNorm):
+            continue
         if hasattr(attention, name) and family not in ("Olmo2",):
             setattr(attention, name, OwnNorm(getattr(attention, name)))
     kinds = [config.layer_types[0]] if family == "Gemma3Text" else []
     angles = model.rotary_emb(X, torch.arange(LENGTH).unsqueeze(0), *kinds)
-    layout = "interleaved" if family in ("Cohere", "Glm") else "half"
+    layout = "interleaved" if family in INTERLEAVED else "half"
     return attention, X, RotaryPositions(*(t.to(X) for t in angles), layout=layout)
 
 
@@ -83,6 +86,12 @@ LAYERS = {
     ),
     "Cohere, interleaved": ("Cohere", {}, LENGTH),
     "Phi, partial rotations": ("Phi", FOUR | {"num_key_value_heads": 3}, LENGTH),
+    "Phi, norms with biases": (
+        *("Phi", FOUR | {"num_key_value_heads": 3, "qk_layernorm": True}),
+        LENGTH,
+    ),
+    "Helium, interleaved, angles stored in halves": ("Helium", FOUR, LENGTH),
+    "Ernie 4.5, the same": ("Ernie4_5", FOUR, LENGTH),
     "Granite, multiplier": ("Granite", {"attention_multiplier": 0.3}, LENGTH),
 }
 
@@ -101,7 +110,8 @@ def test_layers_of_transformers(case):
 
     def loss_of(weights):
         given = {f"{names[role]}.weight": w for role, w in weights.items()}
-        options = {"position_embeddings": (rotary.cos, rotary.sin), "attention_mask": mask}
+        angles = tuple(rotary.given.values())
+        options = {"position_embeddings": angles, "attention_mask": mask}
         output = torch.func.functional_call(module, given, (X,), options)[0]
         return F.cross_entropy((output @ head).flatten(0, 1), classes.flatten())
 
@@ -118,7 +128,8 @@ def test_layers_of_transformers(case):
     assert all(torch.equal(a, b) for a, b in zip(as_stored(start).values(), W))
     with sdpa_kernel(SDPBackend.MATH):
         exact = hessian(lambda v: loss_of(as_stored(unflat(v, start))))(flat(start))
-    tolerance = 1e-6 if family == "Cohere" else 1e-10  # Cohere rotates in float32
+    in_float32 = ("Cohere", "Ernie4_5")  # their rotations
+    tolerance = 1e-6 if family in in_float32 else 1e-10
     assert_close(closed.dense(), exact, tolerance)
     slices = sizes_of(start)
     for role in closed.roles:

@@ -256,8 +256,14 @@ def test_usual_rotations_and_errors():
     with pytest.raises(ValueError, match=r"Invalid width=3\. Must be an even number"):
         RotaryPositions.of_length(5, 3)
     half = torch.tensor([[1.0, 2.0, 1.0, 2.0]])
-    with pytest.raises(ValueError, match="Is the layout 'half'"):
-        RotaryPositions(half, half, layout="interleaved")
+    stored = RotaryPositions(half, half, layout="interleaved")  # planes as such, angles in halves
+    assert stored.cos.tolist() == [[[1.0, 1.0, 2.0, 2.0]]]
+    assert stored.given["cos"].tolist() == [half.tolist()]
+    with pytest.raises(ValueError, match=r"different angles\. Is the layout 'interleaved'\?"):
+        RotaryPositions(stored.cos, stored.sin)
+    four = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    with pytest.raises(ValueError, match=r"layout='interleaved': .* have different angles\.$"):
+        RotaryPositions(four, four, layout="interleaved")
     with pytest.raises(ValueError, match=r"Both must be \(L, r\) or \(B, L, r\)"):
         RotaryPositions(half, half[:, :2])
     X, W = torch.randn(5, 4).double(), torch.randn(4, 4).double()
