@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import math
 from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -91,16 +90,17 @@ def page(
 
 def _in_short(report: HessianReport, model: nn.Module, blocks: Mapping[str, Blocks]) -> list[str]:
     """The statement that the page leads to: sharp heads, flat roles, and what BlockLR does."""
-    means = mean_by_role(report)
-    order = sorted(means, key=means.__getitem__, reverse=True)
-    heads = head_curvatures(report)
+    means, heads = mean_by_role(report), head_curvatures(report)
+    order = _by_size(means)
     sharp = sorted(heads, key=heads.__getitem__, reverse=True)[:3]
     text = ""
     if sharp:
         named = "; ".join(f"{g.role}, {place(g)} ({heads[g]:.2g})" for g in sharp)
         text = f"These heads are sharp, by mean curvature: {named}. "
-    flat = ", ".join(f"{role} ({means[role]:.2g})" for role in order[:-4:-1])
-    text += f"These roles are flat: {flat}. "
+    flat = order[::-1][: min(3, len(order) // 2)]  # at most half of them
+    if flat:
+        named = ", ".join(f"{role} ({means[role]:.2g})" for role in flat)
+        text += f"These roles are flat: {named}. "
     scales = role_scales(report, model, blocks)
     if scales:
         slow, fast = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
@@ -108,7 +108,12 @@ def _in_short(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
             f"BlockLR would multiply the learning rate of {slow} by {scales[slow]:.2g} and that of "
             f"{fast} by {scales[fast]:.2g}."
         )
-    return ["<h2>In short</h2>", _paragraph(text)]
+    return ["<h2>In short</h2>", _paragraph(text)] if text else []
+
+
+def _by_size(means: Mapping[str, float]) -> list[str]:
+    """Return roles from sharp to flat: curvature far below zero is not flat."""
+    return sorted(means, key=lambda role: abs(means[role]), reverse=True)
 
 
 def mean_by_role(report: HessianReport) -> dict[str, float]:
@@ -131,14 +136,15 @@ def head_curvatures(report: HessianReport) -> dict[BlockGroup, float]:
 def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[str]:
     """Which heads are sharp, and which roles are flat."""
     roles = mean_by_role(report)
-    order = sorted(roles, key=roles.__getitem__, reverse=True)
-    ratio = roles[order[0]] / roles[order[-1]] if roles[order[-1]] > 0 else math.inf
-    text = (
-        "The mean curvature of a block is its trace over its number of parameters. "
-        f"By role it is largest in {order[0]} ({roles[order[0]]:.2g}) and smallest in {order[-1]} "
-        f"({roles[order[-1]]:.2g})"
-    )
-    text += f", a ratio of {ratio:.2g}." if math.isfinite(ratio) else "."
+    order = _by_size(roles)
+    ratio = _ratio(abs(roles[order[0]]), abs(roles[order[-1]]))
+    text = "The mean curvature of a block is its trace over its number of parameters. "
+    if len(order) > 1:
+        text += (
+            f"By role it is largest in size in {order[0]} ({roles[order[0]]:.2g}) and smallest in "
+            f"{order[-1]} ({roles[order[-1]]:.2g})"
+        )
+        text += "." if ratio is None else f", a ratio of {ratio:.2g}."
     parts = ["<h2>Which blocks are sharp, and which are flat</h2>", _paragraph(text)]
     heads = head_curvatures(report)
     if heads:
@@ -163,7 +169,7 @@ def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[s
         {
             "role": role,
             "mean curvature": roles[role],
-            "over the flattest": _ratio(roles[role], roles[order[-1]]),
+            "size over the flattest": _ratio(abs(roles[role]), abs(roles[order[-1]])),
         }
         for role in order
     ]
@@ -266,10 +272,14 @@ def _differences(report: HessianReport, plots: Mapping[str, bytes]) -> list[str]
 
 
 def _trust(report: HessianReport, record: Mapping[str, Any]) -> str:
-    text = (
-        "± and the columns that end in _error are standard errors over random vectors, 0 where a "
-        "block was built entry by entry."
-    )
+    text = "± and the columns that end in _error are standard errors over "
+    if record["options"]["samples"] is None:
+        text += "random vectors, 0 where a block was built entry by entry."
+    else:
+        text += (
+            "sampled gradients. A top eigenvalue is the middle of a range; report.json has half of "
+            "that range as residuals."
+        )
     if report.rounding is not None:
         text += f" Against float64, one pass was off by {report.rounding:.1e} (relative)."
     if report.asymmetry is not None:

@@ -288,6 +288,7 @@ def test_samples_measure_all_heads_and_the_page_leads_to_learning_rates(tmp_path
     assert "http" not in page  # it loads nothing
     assert "What BlockLR does about it" in page
     assert "Measured is the Gauss-Newton matrix of the loss" in page
+    assert "standard errors over sampled gradients. A top eigenvalue is the middle" in page
     sharpest = page.partition("The sharpest heads:")[2].partition("</table>")[0]
     over_median = re.findall(r"<td>([^<]*)</td><td>[^<]*</td></tr>", sharpest)
     assert over_median
@@ -303,6 +304,21 @@ def test_samples_measure_all_heads_and_the_page_leads_to_learning_rates(tmp_path
     scales = blockopt.block_scales(curvature, model, blocks)
     value = float(scales["transformer.wte.weight"][0])
     assert f"<td>embedding</td><td>{traces[0]:.3g}</td><td>{value:.3g}</td>" in page
+
+
+def test_only_small_curvature_is_called_flat(tmp_path, text, monkeypatch):
+    from blockopt.cli import hessian_page
+
+    means = {"query": 3e-3, "key": -0.5, "value": 2e-7}  # far below zero is not flat
+    monkeypatch.setattr(hessian_page, "mean_by_role", lambda _: means)
+    folder = config_folder(tmp_path / "model")
+    options = ("--length", "8", "--sequences", "2", "--by", "head", "--starts", "0")
+    only = ("--only", "h.0.attn.c_attn.weight")
+    _, out = run_files(tmp_path, folder, "--text", text, *options, *only)
+    page = (out / "report.html").read_text()
+    assert "These roles are flat: value (2e-07). <" in page
+    assert "in key (-0.5) and smallest in value (2e-07), a ratio of 2.5e+06." in page
+    assert "over random vectors, 0 where a block was built" in page
 
 
 def test_a_killed_command_continues(tmp_path, text, monkeypatch, capsys):
