@@ -20,7 +20,13 @@ from blockopt.blocks.attention_kinds import (
     stored_by_head,
     torch_attention,
 )
-from blockopt.blocks.attention_names import attention_letters, attention_maps, chains, joint_role
+from blockopt.blocks.attention_names import (
+    attention_letters,
+    attention_maps,
+    chains,
+    is_in_mlp,
+    joint_role,
+)
 from blockopt.blocks.fused_maps import fused_layout, is_of_known_order, pair_layouts, thirds
 from blockopt.blocks.known_modules import (
     ATTENTION_ROLES,
@@ -185,8 +191,9 @@ class _Reader(NamedTuple):
         }
         ranked = sorted(fits, key=lambda name: self._output_rank(name, fits[name], width))
         values = (self.maps[n].out_size for n, letters in named.items() if letters == "v")
-        alone = len(fits) == 1 and (width is None or fits[ranked[0]].in_size in (width, *values))
-        chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or alone]
+        apart = [n for n in ranked if not is_in_mlp(fits[n], list(fits.values()))]
+        alone = len(apart) == 1 and (width is None or fits[apart[0]].in_size in (width, *values))
+        chosen = [n for n in ranked if OUTPUT_WORDS & set(words(n)) or (alone and n in apart)]
         chosen = [n for n in chosen if not self._is_mlp_in(fits[n], query)]
         if "v" not in "".join(named.values()):  # the indexer of sparse attention returns scores
             widths = {self.maps[n].in_size for n in named}
@@ -345,16 +352,16 @@ class _Reader(NamedTuple):
         found: Layouts = {}
         number = heads.number or 1
         largest = max((self.maps[n].weight.numel() for n in self.named), default=0)
+        sizes = {self.maps[n].out_size // len(letters) for n, letters in self.named.items()}
         for name, linear in rest.items():
             said = set(words(name))
+            if is_in_mlp(linear, list(rest.values())):
+                continue
             if _is_gate(said) or linear.out_size == heads.number:  # one number per head
                 found |= heads_cut(linear, "gate", number)
-            elif POSITION_WORDS & said:
+            elif POSITION_WORDS & said and linear.out_size in sizes:
                 found |= heads_cut(linear, "key", number)
-            elif self._is_mlp_in(linear, query) or any(
-                self._is_mlp_in(other, query) and other.out_size == linear.in_size
-                for other in rest.values()
-            ):
+            elif self._is_mlp_in(linear, query):
                 continue
             elif {"o", "out", "output", "final", "post"} & said:
                 found |= whole_layouts(linear, "output")

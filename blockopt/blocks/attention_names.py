@@ -108,3 +108,13 @@ def chains(maps: dict[str, Linear], named: dict[str, str]) -> dict[str, str]:
         if within and (narrow or marked) and follows and not side_by_side:
             found[second] = first
     return {second: first for second, first in found.items() if first not in found}
+
+
+def is_in_mlp(linear: Linear, beside: list[Linear]) -> bool:
+    """Whether a map leads to the hidden units of an MLP, or back, by maps of which none attends."""
+    return any(
+        other.in_size == linear.out_size
+        and other.out_size == linear.in_size
+        and linear.out_size != linear.in_size
+        for other in beside
+    )

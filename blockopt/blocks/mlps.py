@@ -255,7 +255,11 @@ def _plain(
         # Of numbered square maps nothing says that they are an MLP, and of values another thing.
         named = not first.isdecimal() and ATTENTION_WORDS.keys().isdisjoint(words(first))
         apart = _stand_apart(module, first, second, taken)
-        back = _leads_back(maps[first], maps[second]) and not apart
+        square = maps[first].in_size == maps[first].out_size
+        beside_attention = any(parameter in taken for parameter in module.parameters())
+        back = _leads_back(maps[first], maps[second]) and not (
+            apart or (square and beside_attention)
+        )
         if follow and (called_so or (named and back)):
             return {first: ("mlp_in",), second: ("mlp_out",)}
     return {}

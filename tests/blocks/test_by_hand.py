@@ -158,3 +158,61 @@ def test_a_model_called_normalized_is_no_norm():
     model = module("NormalizedModel", {"fc": linear(16, 64), "out": linear(64, 16)})
     model.table_of_costs = nn.Parameter(torch.ones(7))
     assert find_blocks(model)["table_of_costs"] == whole("other")
+
+
+class FlatBlock(nn.Module):
+    """Attention and MLP in one module that nobody can run alone."""
+
+    num_heads = 4
+
+    def __init__(self, names, attention="q_proj k_proj v_proj o_proj", hidden=32):
+        super().__init__()
+        for name in attention.split():
+            self.add_module(name, linear())
+        *into, out = names.split()
+        for name in into:
+            self.add_module(name, linear(16, hidden))
+        self.add_module(out, linear(hidden, 16))
+
+    def forward(self, x, options):
+        raise NotImplementedError(options.kind)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "gate_proj up_proj down_proj",
+        "g u d",
+        "mlp_gate mlp_up mlp_down",
+        "w_gate w_in w_out",
+        "f1 f2",
+        "A B",
+        "r z",
+    ],
+)
+def test_maps_of_an_mlp_beside_those_of_attention_are_no_gates_of_it(names):
+    blocks = find_blocks(nn.ModuleList(FlatBlock(names) for _ in range(2)))
+    roles = ("mlp_gate", "mlp_in", "mlp_out")[3 - len(names.split()) :]
+    for name, role in zip(names.split(), roles):
+        size = 16 if role == "mlp_out" else 32
+        assert blocks[f"1.{name}.weight"] == rows(role, size)._replace(layer=1), name
+    assert blocks["1.o_proj.weight"] == cut(1, output=(16, 4))._replace(layer=1)
+
+
+def test_an_output_is_what_takes_as_much_as_values_have_and_is_in_no_mlp():
+    model = FlatBlock("expand contract", "queries keys values unifyheads")
+    assert find_blocks(model)["unifyheads.weight"] == cut(1, output=(16, 4))
+
+
+def test_what_is_called_like_a_position_and_has_another_size_makes_no_keys():
+    model = FlatBlock("f1 f2")
+    model.r = linear(16, 3)
+    assert find_blocks(model)["r.weight"] == whole("other")
+
+
+def test_two_square_maps_beside_attention_are_no_mlp():
+    model = FlatBlock("f1 f2")
+    model.wz, model.uz = linear(), linear()
+    with pytest.warns(UserWarning, match="no role in a transformer"):
+        blocks = find_blocks(model)
+    assert blocks["wz.weight"] == blocks["uz.weight"] == whole("other")

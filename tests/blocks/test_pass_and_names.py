@@ -37,7 +37,7 @@ def test_a_pass_shows_what_names_say(kind):
 DRAWN = (
     *("wav2vec2", "blenderbot-small", "gte", "siglip_vision_model"),
     *("whisper", "gpt_neo", "bigbird_pegasus", "hubert", "modernbert", "xglm", "flaubert"),
-    *("dinov2_with_registers", "distilbert", "mbart", "nomic_bert", "openai-gpt"),
+    *("dinov2_with_registers", "distilbert", "mbart", "nomic_bert", "openai-gpt", "granite_swa"),
 )
 ATTENTION = {"query", "key", "value", "output"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
@@ -110,17 +110,34 @@ def put_before_tokens(graph: ForwardGraph, maps: dict[Op, LinearMap]) -> dict[Te
     return found
 
 
-def from_inputs(maps: dict[Op, LinearMap]) -> list[LinearMap]:
-    """Linear maps of patches or features of the model's input: those that see nothing else."""
-    found = []
-    for linear in maps.values():
-        made_of = list(walk_back(linear.input, maps))
-        ends = [v for v in made_of if v.op is None or not v.op.activations]
-        others = [v for v in made_of if v.op and (v.op in maps or v.op.multiplies_activations)]
-        is_input = ends and all(v.op is None and v.tensor.is_floating_point() for v in ends)
-        if is_input and not others:
-            found.append(linear)
-    return found
+def from_inputs(
+    graph: ForwardGraph, maps: dict[Op, LinearMap], taken: Collection[LinearMap]
+) -> list[LinearMap]:
+    """Linear maps of patches or features of the model's input: those that see nothing else.
+
+    An input that layers take as it is, or add to, is embedded already and has no such maps.
+
+    Args:
+        graph: The pass.
+        maps: Its linear maps.
+        taken: Those of attention and MLPs.
+    """
+    inputs = {linear: _inputs(linear.input, maps) for linear in maps.values()}
+    embedded = {value for linear in taken for value in inputs.get(linear, ())}
+    added = (op for linear in taken for op in walk_on(linear.output, maps) if op.name == "add")
+    multiplied = (op for op in graph.ops if op.multiplies_activations)
+    for op in (*added, *multiplied):
+        embedded.update(*(_inputs(value, maps) for value in op.activations))
+    return [m for m, values in inputs.items() if values and embedded.isdisjoint(values)]
+
+
+def _inputs(value: Value, maps: dict[Op, LinearMap]) -> list[Value]:
+    """The inputs of the model that alone make a value, none if it is made of anything else."""
+    made_of = list(walk_back(value, maps))
+    ends = [v for v in made_of if v.op is None or not v.op.activations]
+    others = any(v.op and (v.op in maps or v.op.multiplies_activations) for v in made_of)
+    is_input = all(v.op is None and v.tensor.is_floating_point() for v in ends)
+    return ends if is_input and not others else []
 
 
 def logits(maps: dict[Op, LinearMap]) -> list[LinearMap]:

@@ -215,7 +215,9 @@ def routers(
 def _is_weighed(
     weights: Value, values: Value, maps: dict[Op, LinearMap], outs: Collection[LinearMap]
 ) -> bool:
-    """Whether a softmax made one factor of a product, and MLPs the other."""
+    """Whether MLPs made one factor of a product, and a softmax the other, or a number per token."""
     made_of = walk_back(weights, maps)
     softmax = any(v.op and v.op.name in ("_softmax", "softmax") for v in made_of)
-    return softmax and any(v.op in maps and maps[v.op] in outs for v in walk_back(values, maps))
+    is_number = weights.tensor.shape[-1:] == (1,) != values.tensor.shape[-1:]
+    of_mlps = any(v.op in maps and maps[v.op] in outs for v in walk_back(values, maps))
+    return (softmax or is_number) and of_mlps

@@ -150,13 +150,43 @@ def _kind_of_result(op: Op) -> Kind:
         return "weight"  # the matrix of an expert, chosen by an index
     kinds = {value.kind for value in op.inputs}
     if "activation" in kinds:
-        return "activation"
+        for factor in (merged := _merged(op)):
+            factor.kind = "weight"
+        return "weight" if merged else "activation"
     if "weight" not in kinds:
         return "constant"
     if op.name.endswith("_like") or op.name.startswith("new_"):
         return "constant"  # a tensor of the weight's shape, without its entries
+    if op.name == "addmm" and _is_of_narrow(op, op.args[0].tensor.shape):
+        return "weight"  # with an adapter merged into it
     made_of_two = op.name in PRODUCTS or op.name in LOOKUPS
     return "activation" if made_of_two else "weight"
+
+
+def _merged(op: Op) -> list[Value]:
+    """The product of two narrow weights that is added to a third, as adapters are merged, if any.
+
+    What makes it the addend, such as its scale, belongs to it.
+    """
+    wide = [value for value in op.inputs if value.kind == "weight"]
+    if op.name not in ("add", "sub") or len(wide) != 1 or len(op.activations) != 1:
+        return []
+    (product,) = found = op.activations
+    while product.op and product.op.name not in PRODUCTS and len(product.op.activations) == 1:
+        (product,) = product.op.activations
+        found = [product, *found]
+    if product.op is None or product.op.name not in PRODUCTS or product.op.activations:
+        return []
+    shape = wide[0].tensor.shape
+    return found if found[-1].tensor.shape == shape and _is_of_narrow(product.op, shape) else []
+
+
+def _is_of_narrow(product: Op, shape: torch.Size) -> bool:
+    """Whether a product of two matrices of `shape` has a lower rank than others of that shape."""
+    left, right = product.args[-2:]
+    summed = left.tensor.shape[-1:] == right.tensor.shape[-2:-1]
+    outside = (*left.tensor.shape[:-1], *right.tensor.shape[-1:])
+    return summed and shape == outside and left.tensor.shape[-1] < min(shape)
 
 
 def _storage(tensor: Tensor) -> int:

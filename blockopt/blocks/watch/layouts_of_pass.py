@@ -110,9 +110,14 @@ def layouts_of_pass(
                 taken.add(linear)
                 rows = _row_layouts(linear, ["router"] * linear.out_size, graph, per_row)
                 found = _whole(users[linear], "router") | rows | found
-        found = _ends(graph, maps, taken, bool(calls), per_row) | found
+        biases_at_end: Layouts = {}
         for linear in maps.values():
-            found = _whole_biases(linear, graph) | found
+            biases_at_end |= _whole_biases(linear, graph)
+        of_stacks = {bias: layout for bias, layout in biases_at_end.items() if bias.ndim > 1}
+        found = _ends(graph, maps, taken, bool(calls), per_row) | of_stacks | found
+        found = biases_at_end | found
+        for linear in maps.values():
+            found = _merged_factors(users[linear], found) | found
         multiplied = {
             parameter: None
             for linear, parameters in users.items()
@@ -148,7 +153,7 @@ def _ends(
     """Layouts of what stands before the first layer and after the last, and of norms."""
     found: Layouts = {}
     if attends:  # only a transformer's first and last maps are an embedding and a head
-        for linear in embeddings.from_inputs(maps):
+        for linear in embeddings.from_inputs(graph, maps, taken):
             if linear not in taken:
                 found |= _patch_layouts(linear, graph, per_row)
         for linear in embeddings.logits(maps):
@@ -198,13 +203,26 @@ def _whole(parameters: list[Tensor], role: str) -> Layouts:
 
 
 def _whole_biases(linear: LinearMap, graph: ForwardGraph) -> Layouts:
-    """Biases that are added after the sum over heads, so that they belong to none of them."""
+    """Biases that are added after the sum over heads, so that they belong to none of them.
+
+    Those of stacked matrices have the dimensions of these without that of inputs.
+    """
+    weights = [[n for n in p.shape if n > 1] for p in parameters_of(linear.weight, graph)]
+    of_stacks = [shape[:i] + shape[i + 1 :] for shape in weights for i in range(len(shape))]
     return {
         parameter: Layout(("bias",), None)
         for bias, _ in biases_of(linear)
         for parameter in parameters_of(bias, graph)
-        if parameter.ndim == 1
+        if parameter.ndim == 1 or [n for n in parameter.shape if n > 1] in of_stacks
     }
+
+
+def _merged_factors(parameters: list[Tensor], found: Layouts) -> Layouts:
+    """Layouts of the factors that are merged into an explained weight, and have no units of it."""
+    roles = {r: None for p in parameters if isinstance(x := found.get(p), Layout) for r in x.roles}
+    role = next((role for role in ("value", "mlp_in", *roles) if role in roles), None)
+    factors = [p for p in parameters if p.ndim > 1 and p not in found]
+    return {} if role is None else _whole(factors, role)
 
 
 def _patch_layouts(linear: LinearMap, graph: ForwardGraph, per_row: Collection[str]) -> Layouts:

@@ -175,15 +175,34 @@ def _send(value: Value, follow: Callable[[Value], Tensor | None]) -> Tensor | No
     if op.name == "index":
         indexed: Tensor = replay(op, lambda v: sources.get(v, v.tensor))
         return indexed
+    if op.name in PRODUCTS:  # of two narrow weights, which are merged into a wide one
+        return _through_product(op, sources)
     if op.name in _VIEWS or op.name in ("cat", "stack"):
         result = replay(op, lambda v: sources.get(v, torch.full(v.tensor.shape, -1)))
         results: Sequence[Tensor] = [result] if isinstance(result, Tensor) else result
         return results[_position(value, op)]
     # Elementwise: scales, normalizations and parametrizations of the weight.
     for sent in sources.values():
-        if torch.broadcast_shapes(sent.shape, value.tensor.shape) == value.tensor.shape:
+        if _expands(sent.shape, value.tensor.shape):
             return sent.expand(value.tensor.shape)
     return None
+
+
+def _through_product(op: Op, sources: dict[Value, Tensor]) -> Tensor | None:
+    """Coordinates of rows of the left factor, or of columns of the right one, or of an addend."""
+    if op.name == "addmm" and op.args[0] in sources:
+        return sources[op.args[0]]
+    for factor, axis in zip(op.args[-2:], (-1, -2)):
+        sent = sources.get(factor)
+        if sent is not None and torch.equal(sent.amin(axis, True), sent.amax(axis, True)):
+            return sent.narrow(axis, 0, 1).expand(op.outputs[0].tensor.shape)
+    return None
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a tensor of a shape can be expanded to another, unlike a matrix to its norm."""
+    ends = list(zip(reversed(shape), reversed(to)))
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in ends)
 
 
 def _position(value: Value, op: Op) -> int:

@@ -12,6 +12,8 @@ from torch import Tensor
 from blockopt.blocks.watch.linear_maps import LinearMap
 from blockopt.blocks.watch.probes import Side, largest, pull, push
 
+_DRAWS = 4  # of random signs, so that no feature is missed by chance
+
 
 def is_one_feature(linear: LinearMap, tensor: Tensor, axis: int) -> bool:
     """Whether what a map makes of one token is one feature of a tensor, and of another, another.
@@ -28,8 +30,14 @@ def is_one_feature(linear: LinearMap, tensor: Tensor, axis: int) -> bool:
         return False
 
     def features_of(token: tuple[int, ...]) -> Tensor:
-        moved = push(units.tensor, tensor, units.at(units.others, token))
-        squares: Tensor = Side(tensor, ()).size(moved, (axis,)).square()
+        where: list[int | slice] = [slice(None)] * units.tensor.ndim
+        for other, place in zip(units.others, token):
+            where[other] = place
+        only = torch.zeros_like(units.tensor)
+        only[tuple(where)] = 1
+        moved = (push(units.tensor, tensor, only * units.signs(draw)) for draw in range(_DRAWS))
+        squares = sum(Side(tensor, ()).size(m, (axis,)).square() for m in moved)
+        assert isinstance(squares, Tensor)
         return squares.div_(squares.norm().clamp(min=1e-300))
 
     first = features_of(token)

@@ -37,10 +37,7 @@ def norm_parameters(graph: ForwardGraph) -> list[Tensor]:
             found |= dict.fromkeys(p for p in scales if _is_vector(p))
         elif op.name in _NORMS or is_scale:
             for value in (*weights, *(_shifts(op) if is_scale else ())):
-                parameters = parameters_of(value, graph)
-                found |= dict.fromkeys(
-                    p for p in parameters if _is_vector(p) or _is_vector(value.tensor)
-                )
+                found |= dict.fromkeys(parameters_of(value, graph))
     return list(found)
 
 

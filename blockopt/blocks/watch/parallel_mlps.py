@@ -54,7 +54,10 @@ def label_parallel_mlps(
             _label_hidden(_hidden(out, None, maps, weights), weights, per_row)
         if not free or len(free) == len(labels) or not is_activated(out.input, maps):
             continue
-        _label_hidden(_hidden(out, free, maps, weights), weights, per_row)
+        hidden = _hidden(out, free, maps, weights)
+        if not hidden:
+            continue
+        _label_hidden(hidden, weights, per_row)
         entering = frozenset({Fed("mlp_out", -2, None)})
         added = {unit: entering if unit in free else frozenset[Fed]() for unit in labels}
         outputs.add(out.weight, tuple(axis for _, axis in out.in_axes), added)
@@ -120,7 +123,7 @@ def _hidden(
     feeds = {m: reached_units(side, entering.tensor, cotangent) for m, side in sides.items()}
     found = [m for m in made_by if bool(feeds[m].any())]
     hidden = []
-    for into, names in with_roles(out, found, maps):
+    for into, names in with_roles(out, found, maps) if found else ():
         known = weights.units_of(into.weight)
         units = [tuple(unit) for unit in torch.ones_like(feeds[into]).nonzero().tolist()]
         roles = {u: role for u, role in zip(units, names) if not known.get(u)}

@@ -132,6 +132,8 @@ def feeding(
 ) -> Feeding | None:
     """Find the rows that belong to one token, and the units that each of them is tied to.
 
+    Heads that are shut for that token, as where each token chooses its heads, are those of another.
+
     Args:
         units: The side whose units are asked for.
         rows: The side whose rows are asked for; its `axes` number them.
@@ -141,19 +143,43 @@ def feeding(
     Returns:
         None if nothing flows between the two.
     """
-    touched = _large(rows.size(rows_of(units.signs()), rows.axes))
+    found = _of_one_token(units, rows, units_of, rows_of)
+    if found is None:
+        return None
+    sizes = units.size(units_of(rows.signs()), units.axes)
+    shape = [n if a in units.axes else 1 for a, n in enumerate(units.tensor.shape)]
+    while bool((shut := (sizes > 0) & ~found.units.any(dim=0)).any()):
+        mask = shut.reshape(shape).to(units.tensor)
+        others = _of_one_token(units, rows, units_of, rows_of, mask)
+        if others is None or not bool((others.units.any(dim=0) & shut).any()):
+            break
+        if not are_heads(both := torch.cat([found.units, others.units])):
+            break
+        found = Feeding(found.rows + others.rows, both, found.token)
+    return found
+
+
+def _of_one_token(
+    units: Side,
+    rows: Side,
+    units_of: Callable[[Tensor], Tensor],
+    rows_of: Callable[[Tensor], Tensor],
+    among: Tensor | float = 1.0,
+) -> Feeding | None:
+    """The same for a single token, and for units where `among` is 1."""
+    touched = _large(rows.size(rows_of(units.signs() * among), rows.axes))
     if not touched:
         return None
-    start = units_of(rows.at(rows.axes, touched[0]))
+    start = units_of(rows.at(rows.axes, touched[0])) * among
     token = largest(units.size(start, units.others))
     if token is None:
         return None
-    found = _large(rows.size(rows_of(units.at(units.others, token)), rows.axes))
+    found = _large(rows.size(rows_of(units.at(units.others, token) * among), rows.axes))
     if not 0 < len(found) <= _MOST_ROWS:
         return None
 
     def squares(draw: int) -> Tensor:
-        perturbed = (units_of(rows.at(rows.axes, row, draw)) for row in found)
+        perturbed = (units_of(rows.at(rows.axes, row, draw)) * among for row in found)
         return torch.stack([_select(p, units.others, token).cpu().double() ** 2 for p in perturbed])
 
     return Feeding(found, strong(squares), token)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.helpers.research_models import attention_kinds as kinds
 from tests.helpers.research_models import layers, low_rank, mixing, storage, without_softmax
+from tests.helpers.research_models import shut_and_merged as shut
 from tests.helpers.research_models.layers import Letters
 from tests.helpers.research_models.parts import D, H, features, image, memory, tokens
 
@@ -61,6 +62,10 @@ RESEARCH = {
     "channels": (mixing.Channels, features, mixing.CHANNELS),
     "pixels": (mixing.Pixels, features, mixing.PIXELS),
     "hardly-tied": (mixing.HardlyTied, features, mixing.HARDLY_TIED),
+    "chosen-heads": (shut.ChosenHeads, features, shut.CHOSEN_HEADS),
+    "gain-per-head": (shut.GainPerHead, features, shut.GAIN_PER_HEAD),
+    "biased-experts": (shut.BiasedExperts, features, shut.BIASED_EXPERTS),
+    "merged": (shut.Merged, features, shut.MERGED),
     "retention": (without_softmax.Retention, features, without_softmax.RETENTION),
     "forgetting": (without_softmax.Forgetting, features, without_softmax.FORGETTING),
     "linear-attention": (without_softmax.LinearAttention, features, without_softmax.LINEAR),
