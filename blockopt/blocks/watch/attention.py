@@ -170,7 +170,26 @@ def query_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | No
         one_key = int(((left > 1) & (right == 1)).sum())
         if one_query != one_key:
             return one_query > one_key
-    return None
+    return _strongest_is_left(weights, query_axis, scores)
+
+
+def _strongest_is_left(weights: Tensor, query_axis: int, scores: Tensor) -> bool | None:
+    """The same for weights that depend on all scores, each most on its own, as of slot attention.
+
+    There a softmax over queries is followed by a mean over keys.
+    """
+    key_axis = 2 * weights.ndim - 3 - query_axis  # the other one of the last two
+    place = [0] * weights.ndim
+    place[query_axis] = weights.shape[query_axis] - 1
+    if not place[query_axis] or weights.shape[key_axis] < 2:
+        return None
+    one = torch.zeros_like(weights)
+    one[tuple(place)] = 1
+    derivative = pull(weights, scores, one).abs()
+    row, column = (derivative == derivative.max()).nonzero()[0, -2:].tolist()
+    if not derivative.max() > 0 or 0 not in (row, column) or row == column:
+        return None
+    return bool(row > column)
 
 
 def label_attention(

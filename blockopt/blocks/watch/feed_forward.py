@@ -56,7 +56,7 @@ def feed_forwards(maps: dict[Op, LinearMap], taken: set[LinearMap]) -> list[Feed
             back_to_width
             and all(m.is_of_points for m in (out, *found))
             and is_added(out, maps)
-            and is_per_token(first[out], found)
+            and is_per_token(first[out], found, maps)
         )
         if fits and not any(_enters_elsewhere(into, first[out], maps) for into in found):
             into = list(with_roles(first[out], found, maps))
@@ -105,10 +105,17 @@ def is_added(out: LinearMap, maps: dict[Op, LinearMap]) -> bool:
     )
 
 
-def is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
-    """Whether what enters `out` for one token depends on hidden units of one token alone."""
+def is_per_token(out: LinearMap, found: list[LinearMap], maps: dict[Op, LinearMap]) -> bool:
+    """Whether what enters `out` for one token depends on hidden units of one token alone.
+
+    Beside an activation function, a convolution of each unit may add those of its neighbours.
+    """
     if not out.in_axes:
         return False
+    made_by = {v.op: None for v in walk_back(out.input, maps) if v.op and v.op not in maps}
+    kernels = [op.args[1].tensor.shape[2:].numel() for op in made_by if op.name == "convolution"]
+    activated = any(is_nonlinear(op) and op.name not in ("mul", "convolution") for op in made_by)
+    most = 1 + sum(size - 1 for size in kernels) if activated else 1
     inputs = Side(out.input.tensor, tuple(axis for axis, _ in out.in_axes))
     hidden = [Side(m.output.tensor, tuple(axis for axis, _ in m.out_axes)) for m in found]
     shape = [inputs.tensor.shape[axis] for axis in inputs.others]
@@ -117,7 +124,7 @@ def is_per_token(out: LinearMap, found: list[LinearMap]) -> bool:
         sizes = [s.size(pull(inputs.tensor, s.tensor, cotangent), s.others) for s in hidden]
         reached = [int((size > 1e-6 * size.max()).sum()) for size in sizes]
         if all(reached):  # otherwise an activation function shut all units of this token
-            return max(reached) == 1
+            return max(reached) <= most
     return False
 
 

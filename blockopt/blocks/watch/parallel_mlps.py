@@ -70,7 +70,7 @@ def _shares_a_map_in(out: LinearMap, maps: dict[Op, LinearMap], weights: Paramet
     labels = [weights.units_of(into.weight) for into in found]
     shared = [any(units.values()) and not all(units.values()) for units in labels]
     fits = any(shared) and all(into.in_size == out.out_size for into in found)
-    if not fits or not is_added(out, maps) or not is_per_token(out, found):
+    if not fits or not is_added(out, maps) or not is_per_token(out, found, maps):
         return False
     signs = Side(out.input.tensor, ()).signs()
     for into, units in zip(found, labels):

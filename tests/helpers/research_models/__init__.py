@@ -62,6 +62,8 @@ RESEARCH = {
     "channels": (mixing.Channels, features, mixing.CHANNELS),
     "pixels": (mixing.Pixels, features, mixing.PIXELS),
     "hardly-tied": (mixing.HardlyTied, features, mixing.HARDLY_TIED),
+    "neighbours": (mixing.Neighbours, features, mixing.NEIGHBOURS),
+    "slots": (mixing.Slots, features, mixing.SLOTS),
     "chosen-heads": (shut.ChosenHeads, features, shut.CHOSEN_HEADS),
     "gain-per-head": (shut.GainPerHead, features, shut.GAIN_PER_HEAD),
     "biased-experts": (shut.BiasedExperts, features, shut.BIASED_EXPERTS),

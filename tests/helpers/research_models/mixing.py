@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.helpers.expected_blocks import cut, rows, whole
 from tests.helpers.research_models.attention_kinds import in_heads
-from tests.helpers.research_models.layers import FUSED
-from tests.helpers.research_models.parts import DH, HIDDEN, D, H, T, by_head, matrix, norm
+from tests.helpers.research_models.layers import FUSED, Attending
+from tests.helpers.research_models.parts import DH, HIDDEN, B, D, H, T, by_head, matrix, norm
 
 
 class FewTokens(nn.Module):
@@ -112,4 +112,53 @@ HARDLY_TIED = {
     **{f"{name}.bias": whole("bias") for name in "co"},
     "u.bias": cut(0, bias=(HIDDEN, HIDDEN)),
     "d.bias": cut(0, bias=(D, D)),
+}
+
+
+class Neighbours(Attending):
+    """Hidden units of an MLP that take those of neighbouring tokens, by a convolution of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.o = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.f, self.g = nn.Linear(D, HIDDEN, bias=False), nn.Linear(HIDDEN, D, bias=False)
+        self.c = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o(self.attend(self.m(x)))
+        return x + self.g(F.gelu(self.c(self.f(x).mT).mT))
+
+
+NEIGHBOURS = {
+    "m.weight": FUSED,
+    "o.weight": by_head("output", dim=1),
+    "f.weight": rows("mlp_in", HIDDEN),
+    "g.weight": rows("mlp_out", D),
+    "c.weight": whole("other"),
+}
+
+
+class Slots(nn.Module):
+    """Slot attention: a softmax over queries, by which tokens choose, then a mean over keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = matrix(1, 4, D)
+        self.x1, self.x2, self.x3 = (nn.Linear(D, D, bias=False) for _ in range(3))
+        self.x4 = nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots, k, v = self.s.expand(B, 4, D), self.x1(x), self.x3(x)
+        for _ in range(2):
+            p = (k @ self.x2(F.layer_norm(slots, (D,))).mT).softmax(dim=-1) + 1e-8  # (B, T, 4)
+            slots = slots + self.x4((p / p.sum(dim=1, keepdim=True)).mT @ v)
+        return slots
+
+
+SLOTS = {
+    "s": whole("embedding"),
+    "x1.weight": by_head("key", heads=1),
+    "x2.weight": by_head("query", heads=1),
+    "x3.weight": by_head("value", heads=1),
+    "x4.weight": by_head("output", dim=1, heads=1),
 }
