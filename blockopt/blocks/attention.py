@@ -359,7 +359,7 @@ class _Reader(NamedTuple):
                 continue
             if _is_gate(said) or linear.out_size == heads.number:  # one number per head
                 found |= heads_cut(linear, "gate", number)
-            elif POSITION_WORDS & said and linear.out_size in sizes:
+            elif POSITION_WORDS & said and (said != {"r"} or linear.out_size in sizes):
                 found |= heads_cut(linear, "key", number)
             elif self._is_mlp_in(linear, query):
                 continue

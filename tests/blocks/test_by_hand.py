@@ -204,7 +204,7 @@ def test_an_output_is_what_takes_as_much_as_values_have_and_is_in_no_mlp():
     assert find_blocks(model)["unifyheads.weight"] == cut(1, output=(16, 4))
 
 
-def test_what_is_called_like_a_position_and_has_another_size_makes_no_keys():
+def test_a_map_of_one_letter_and_another_size_makes_no_keys():
     model = FlatBlock("f1 f2")
     model.r = linear(16, 3)
     assert find_blocks(model)["r.weight"] == whole("other")
