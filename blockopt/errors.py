@@ -10,7 +10,7 @@ class TransientError(Exception):
 
 
 class NoLossError(TransientError, TypeError):
-    """A loss closure returned something that is not a loss."""
+    """A loss closure returned None, or did not call the model."""
 
 
 class NonFiniteError(TransientError, FloatingPointError):

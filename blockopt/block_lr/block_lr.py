@@ -64,7 +64,7 @@ class BlockLR:
     steps. Micro-batches of gradient accumulation, steps that a `GradScaler` skips and steps that
     the optimizer refuses do not count.
 
-    If a loss or a curvature is not finite, memory runs out, or a closure returns no loss, the
+    If a loss or a curvature is not finite, memory runs out, or a closure returns None, the
     scales stay as they are: the first time there is a warning, `failures` counts them, and the
     third in a row raises. If no block has a positive curvature, as is common in the first steps,
     the scales stay too, and that never raises. All other errors are raised at once.
@@ -113,7 +113,7 @@ class BlockLR:
     Raises:
         ValueError: If an option is out of range, the optimizer has a parameter that the model
             lacks, is one of blockopt's without blocks, or another with one group or without `lr`.
-        TypeError: If the optimizer is not a `torch.optim.Optimizer`.
+        TypeError: If the optimizer is not a `torch.optim.Optimizer`, or the model not a module.
 
     Example:
         >>> from blockopt import BlockAdamW, param_groups
@@ -218,7 +218,7 @@ class BlockLR:
                 batch outside. "successive_gradients", "gradient" and "power_law" need none.
 
         Raises:
-            TypeError: If it is a loss itself, not a closure.
+            TypeError: If it is a loss itself, not a closure, or returns what is no loss.
             ValueError: If the curvature needs a loss and there is none; or about the model, the
                 loss function, or what a function of your own returned.
             RuntimeError: If this was the third failure in a row, or if another BlockLR has taken

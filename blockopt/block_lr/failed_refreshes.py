@@ -44,7 +44,7 @@ class FailedRefreshes:
                 )
             return
         self.in_a_row += 1
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}".rstrip(".") + "."
         if self.in_a_row > ALLOWED_IN_A_ROW:
             raise RuntimeError(
                 f"{self.in_a_row} refreshes of the block learning rates in a row have failed, the "

@@ -362,6 +362,11 @@ def hooks_for(
 ) -> OptimizerHooks[Any]:
     """Return the hooks for an optimizer, wrapped or not; see `OptimizerHooks` for the arguments."""
     inner = unwrapped(optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Invalid model of type {type(model).__name__}. Must be the torch.nn.Module that the "
+            "optimizer trains: BlockLR(optimizer, model)."
+        )
     _refuse_fsdp1(model)
     if isinstance(inner, BlockOptimizer):
         return BlockOptimizerHooks(inner, model, wants_update)

@@ -49,8 +49,9 @@ class Evaluation:
         """Return the loss.
 
         Raises:
-            NoLossError: If the closure returns neither a scalar tensor with a graph, nor such a
-                tensor and a number of tokens.
+            NoLossError: If the closure returns None.
+            TypeError: If it returns neither a scalar tensor with a graph, nor such a tensor and a
+                number of tokens.
             NonFiniteError: If the loss is not finite.
         """
         torch.clear_autocast_cache()  # it holds casts of weights that a secant has moved since
@@ -72,7 +73,8 @@ def checked_loss(result: Any) -> tuple[Tensor, float | None]:
             what += "" if loss.requires_grad else ", which requires no gradient"
         if is_pair:
             what = f"a pair that begins with {what}"
-        raise NoLossError(
+        # None may mean "not this time"; anything else is a mistake, which the next batch repeats.
+        raise (NoLossError if result is None else TypeError)(
             f"The loss closure returned {what}. Must be the mean loss of a batch as a scalar "
             "tensor with its graph, alone or with the number of tokens: "
             "`lambda: model(**batch).loss` or `lambda: (model(**batch).loss, num_tokens)`. If the "

@@ -138,6 +138,9 @@ def test_one_block_that_is_not_finite_is_a_failure():
         ),
         (lambda model, loss: _raise(KeyError("batch")), token_loss, KeyError, "batch"),
         ("newton", lambda model: model(wrong_keyword=1), TypeError, "wrong_keyword"),
+        ("newton", lambda model: (torch.ones(2, 3), None), TypeError, "take the second"),
+        ("newton", lambda model: token_loss(model).item(), TypeError, r"returned \d"),
+        ("newton", lambda model: token_loss(model).detach(), TypeError, "requires no gradient"),
         ("newton", lambda model: _raise(ValueError("a bug")), ValueError, "^a bug$"),
         ("newton", lambda model: _raise(FloatingPointError("mine")), FloatingPointError, "mine"),
     ],
@@ -241,6 +244,11 @@ def test_optimizers_that_it_cannot_serve_are_refused(build, error, message):
     else:
         with pytest.raises(error, match=message):
             BlockLR(build(model), model)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match=r"Invalid model of type list.* BlockLR\(optimizer, model"):
+        BlockLR(OPTIMIZERS["sgd"](blockopt.param_groups(tiny_gpt())), [tiny_gpt()])
 
 
 def test_groups_without_a_learning_rate_are_refused():

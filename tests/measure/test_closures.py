@@ -159,8 +159,9 @@ WRONG_LOSSES = {
 @pytest.mark.parametrize("message", WRONG_LOSSES)
 def test_wrong_losses(name, message, rows):
     model, blocks, batch = rows
-    with pytest.raises(NoLossError, match=message):
+    with pytest.raises(TypeError, match=message) as raised:
         ESTIMATORS[name](model, lambda: WRONG_LOSSES[message](batch(0, 7)()), blocks=blocks)
+    assert isinstance(raised.value, NoLossError) == (message == "returned None")
 
 
 @all_estimators
