@@ -1,7 +1,8 @@
 """Train a causal language model with any optimizer, on one device or many.
 
     python recipes/train.py                                     GPT-2 of 0.5M, BlockAdamW
-    python recipes/train.py --optimizer adamw --lr 3e-3         torch's AdamW
+    python recipes/train.py --optimizer block-muon              BlockMuon, with its learning rate
+    python recipes/train.py --optimizer adamw --lr 1e-3         torch's AdamW, with another
     python recipes/train.py --curvature newton                  a learning rate for every block
     python recipes/train.py --model small --tokenizer gpt2 --data corpus/ --precision bf16 --compile
     python recipes/train.py --hf-checkpoint path/to/checkpoint --data notes.txt --lr 1e-4
@@ -279,14 +280,14 @@ def load_batches(
     size = {"batch_size": arguments.batch_size, "context": context_of(arguments, data)}
     batches, held_out = data.batches("train", seed=arguments.seed, **size), None
     if batches.windows < arguments.batch_size:
-        found, taken = f"{batches.windows:,} sequences to train on", f"{arguments.batch_size:,}"
-        say(f"There are {found}, and a step takes {taken}: some again.")
+        taken = arguments.batch_size
+        say(f"Sequences to train on: {batches.windows:,}. A step takes {taken:,}, so some repeat.")
     if arguments.eval_batches:
         held_out = data.batches("validation", seed=0, **size)
         taken = arguments.eval_batches * arguments.batch_size
         if held_out.windows < taken:
-            found = f"{held_out.windows:,} held-out sequences"
-            say(f"There are {found}, and an evaluation takes {taken:,}: some again.")
+            found = f"Held-out sequences: {held_out.windows:,}."
+            say(f"{found} An evaluation takes {taken:,}, so some repeat.")
     return data, batches, held_out
 
 

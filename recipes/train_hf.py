@@ -30,7 +30,7 @@ from blockopt.huggingface import BlockLRCallback
 from recipes.common.errors import UserError, one_line_errors
 from recipes.common.flags import flag, script_parser
 from recipes.common.gpt2 import GPT2, to_huggingface
-from recipes.common.optimizers import EXAMPLE, build_optimizer, check_optimizer
+from recipes.common.optimizers import EXAMPLE, build_optimizer, check_optimizer, usual_lr
 from recipes.data.addition import IGNORED
 from recipes.data.token_data import TokenData, add_data_arguments, load_from_arguments
 from recipes.training.arguments import add_optimizer_arguments, add_run_arguments, check_overrides
@@ -108,6 +108,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"Invalid {flag(name)}={value}. Must be >= 1.")
+    if arguments.lr is None:
+        arguments.lr = usual_lr(arguments.optimizer)
     lr, decay = arguments.lr, arguments.weight_decay
     if not lr > 0 or not decay >= 0:
         parser.error(f"Invalid --lr={lr}, --weight-decay={decay}. Must be > 0 and >= 0.")

@@ -50,6 +50,8 @@ PACKAGES = {
     "schedulefree": ("schedulefree", "schedulefree"),
     "torch_optimizer": ("torch_optimizer", "torch-optimizer"),
 }
+# Where tuning starts on our small GPT-2.
+LEARNING_RATES = {"sgd": 0.3, "block-sgd": 0.3, "muon": 1e-2, "block-muon": 1e-2}  # 3e-3 for others
 BETAS = {"soap": (0.95, 0.95), "sophia": (0.96, 0.99)}  # of their papers; (0.9, 0.95) for others
 EXAMPLE = 16  # tokens of a pass that finds the blocks of a model that names do not explain
 NOT_BY_NAME = {
@@ -91,6 +93,11 @@ def _module(package: str, name: str) -> Any:
 def _is_optimizer(candidate: Any) -> bool:
     is_class = inspect.isclass(candidate) and issubclass(candidate, Optimizer)
     return is_class and candidate is not Optimizer
+
+
+def usual_lr(name: str) -> float:
+    """Return the learning rate to take where none is given."""
+    return LEARNING_RATES.get(name, 3e-3)
 
 
 def build_optimizer(

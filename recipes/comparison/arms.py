@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import blockopt
-from recipes.common.optimizers import build_optimizer
+from recipes.common.optimizers import build_optimizer, usual_lr
 from recipes.common.training import Training
 from recipes.comparison.controls import SHUFFLE_SEED, ShuffledBlockLR, controlled
 from recipes.comparison.fixed_scales import fixed_scales
 from recipes.comparison.tuning import Axis
 
 REFRESHES = 20
-ADAM_LR, SGD_LR, MUON_LR = Axis("lr", 3e-3), Axis("lr", 0.3), Axis("lr", 1e-2)
+ADAM_LR, SGD_LR, MUON_LR = (Axis("lr", usual_lr(name)) for name in ("adamw", "sgd", "muon"))
 DECAY, SGD_DECAY = Axis("weight_decay", 0.1, late=True), Axis("weight_decay", 1e-3, late=True)
 SHIPPED_DECAY = 0.1
 POWER = Axis("power", -0.5)

@@ -17,7 +17,7 @@ from blockopt.curvature import ESTIMATORS
 from recipes.common.errors import UsageError, UserError
 from recipes.common.flags import flag, script_parser
 from recipes.common.gpt2 import PRESETS
-from recipes.common.optimizers import NAMES, check_optimizer
+from recipes.common.optimizers import NAMES, check_optimizer, usual_lr
 from recipes.common.schedules import SCHEDULES, schedule
 from recipes.data.token_data import add_data_arguments
 from recipes.data.tokens import SMALLEST_BPE
@@ -34,7 +34,8 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse._Argume
     """Add the flags about the optimizer that all training scripts have."""
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
-    group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
+    usual = "the highest learning rate (default: 0.3 for SGD, 0.01 for Muon, 0.003 for all others)"
+    group.add_argument("--lr", type=float, help=usual)
     group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
     group.add_argument(
         "--override",
@@ -157,6 +158,8 @@ def fill_in(arguments: argparse.Namespace, given: set[str]) -> None:
     """
     if arguments.schedule is None:
         arguments.schedule = "constant" if arguments.optimizer == "schedulefree" else "cosine"
+    if arguments.lr is None:
+        arguments.lr = usual_lr(arguments.optimizer)
     if arguments.warmup is None:
         arguments.warmup = arguments.steps // 10
     if arguments.betas is not None:

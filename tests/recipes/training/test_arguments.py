@@ -2,6 +2,7 @@
 
 import pytest
 
+from recipes import train_hf
 from recipes.training.arguments import parse
 
 
@@ -92,6 +93,15 @@ def test_one_rank_says_what_is_wrong(capsys, monkeypatch):
             assert caught.value.code == 2
             assert bool(capsys.readouterr().err) == said
     assert waited == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr"), [("block-muon", 1e-2), ("sgd", 0.3), ("block-adamw-block", 3e-3)]
+)
+def test_the_learning_rate_is_that_of_the_optimizer(optimizer, lr):
+    assert parse(["--optimizer", optimizer]).lr == lr
+    assert train_hf.parse(["--optimizer", optimizer]).lr == lr
+    assert parse(["--optimizer", optimizer, "--lr", "0.5"]).lr == 0.5
 
 
 def test_flags_that_do_something_are_taken():

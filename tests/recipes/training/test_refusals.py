@@ -115,8 +115,8 @@ def test_too_short_a_part_is_named_before_the_run_begins(tmp_path, cache, capsys
         flags(output, cache, *words, "--eval-batches", 0)
     )  # in the same folder, and without what is too short
     out = capsys.readouterr().out
-    assert "There are 7 sequences to train on, and a step takes 8: some again." in out
-    assert "held-out" not in out
+    assert "Sequences to train on: 7. A step takes 8, so some repeat." in out
+    assert "Held-out" not in out
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, cache):
