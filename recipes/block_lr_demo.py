@@ -38,7 +38,7 @@ def main() -> None:
     names = blockopt.curvature.ESTIMATORS
     parser.add_argument("--curvature", default="newton", choices=names, help="what to measure")
     parser.add_argument("--every", type=int, default=10, help="steps between refreshes")
-    parser.add_argument("--seed", type=int, default=0, help="for model, data and curvature")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and curvature")
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder to write to")
     options = parser.parse_args()
     if options.steps < 1 or options.every < 1 or options.lr <= 0:

@@ -128,18 +128,22 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
     parser = script_parser(__doc__)
     parser.add_argument("--preset", choices=presets(), default="demo", help="what to compare")
-    arms = "names from --list; the baseline, and the arms that controls are for, are added"
+    arms = "names from --list; the baseline is added, and what the named controls belong to"
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=arms)
     parser.add_argument("--seeds", type=int, help="test seeds (default: the preset's)")
     parser.add_argument("--budget", type=int, help="tuning runs per arm (default: the preset's)")
-    parser.add_argument("--steps", type=int, help="the main length (default: the preset's)")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the main comparison (default: the preset's)"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, each in a process")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--device", default="cpu", help="where to train")
-    data = "as for recipes/prepare_data.py (default: the preset's, mostly stdlib)"
+    data = "named as for recipes/prepare_data.py (default: the preset's, mostly stdlib)"
     parser.add_argument("--data", help=data)
     add_cache_argument(parser)
-    parser.add_argument("--out", type=Path, help="folder (default: results/compare-PRESET)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to (default: results/compare-PRESET)"
+    )
     parser.add_argument("--list", action="store_true", help="list the arms and their search spaces")
     return parser
 

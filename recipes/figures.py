@@ -107,11 +107,11 @@ def make(
 def main() -> None:
     """Make the figures that are asked for."""
     parser = script_parser(__doc__)
-    parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which one")
+    parser.add_argument("--figure", choices=[*FIGURES, "all"], default="all", help="which figure")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and few repeats")
     tiny = "smallest sizes, to see that it runs; the numbers mean nothing"
     parser.add_argument("--tiny", action="store_true", help=tiny)
-    repeats = "of each measurement (default: 20, 3 with --quick)"
+    repeats = "repeats of each measurement (default: 20, 3 with --quick)"
     parser.add_argument("--repeats", type=int, help=repeats)
     folder = Path("results/figures")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write to")

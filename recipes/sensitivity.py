@@ -78,14 +78,20 @@ def arguments() -> argparse.ArgumentParser:
     )
     kinds = "what to multiply: a role, a role of one layer, or the embedding's rows of some tokens"
     parser.add_argument("--by", choices=role_scales.KINDS, default="role", help=kinds)
-    parser.add_argument("--size", choices=list(PRESETS), default="0.5M", help="of the model")
+    parser.add_argument("--size", choices=list(PRESETS), default="0.5M", help="size of the model")
     parser.add_argument("--steps", type=int, default=300, help="length of each run")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
-    parser.add_argument("--data", default="stdlib", help="as for recipes/prepare_data.py")
-    parser.add_argument("--signals", action="store_true", help="also measure what predicts it")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a process each")
-    parser.add_argument("--out", type=Path, default=Path("results/sensitivity"), help="folder")
+    parser.add_argument(
+        "--data", default="stdlib", help="the data, named as for recipes/prepare_data.py"
+    )
+    parser.add_argument(
+        "--signals", action="store_true", help="also measure what predicts the gain"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, each in a process")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/sensitivity"), help="folder to write to"
+    )
     add_cache_argument(parser)
     return parser
 

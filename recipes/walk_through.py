@@ -35,8 +35,15 @@ def main() -> None:
     text = "a text file; the tiny model sees its own training data"
     parser.add_argument("--text", type=Path, help=text)
     parser.add_argument("--steps", type=int, default=300, help="training steps of the tiny model")
-    parser.add_argument("--samples", type=int, default=0, help="as for `blockopt hessian`")
-    parser.add_argument("--out", type=Path, default=Path("results/walk_through"), help="folder")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        help="sampled gradients per batch, for large models, as in `blockopt hessian`",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/walk_through"), help="folder to write to"
+    )
     options = parser.parse_args()
     with one_line_errors():
         if options.model is not None and options.text is None:

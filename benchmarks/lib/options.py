@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from recipes.common.flags import HelpFormatter
 from recipes.common.gpt2 import PRESETS
 
 
@@ -22,9 +23,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, description: str | None, threads: int = 2) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        super().__init__(description=description, formatter_class=HelpFormatter)
         self.add_argument("--threads", type=positive, default=threads, help="threads of torch")
         self.add_argument(
             "--quick", action="store_true", help="tiny sizes, to see in seconds that it works"

@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a transformers model type (gpt2), a config.json, or a folder with one and maybe weights"
     )
     add("model", help=f"{local}; nothing is downloaded")
-    add("--text", required=True, metavar="FILE", help="local text, UTF-8")
+    add("--text", required=True, metavar="FILE", help="a text file, in UTF-8")
     add_list("--set", "KEY=VALUE", "replace an entry of the config")
-    add_flag("--random", "take random weights although the folder holds a checkpoint")
+    add_flag("--random", "take random weights even if the folder holds a checkpoint")
     add_number("--seed", 0, "the seed of random weights and of all probes")
     add_number("--length", 64, "tokens per sequence")
     add_number("--sequences", 8, "sequences, spread over the text")
@@ -69,26 +69,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes, rule = ("float32", "float64"), f"float64 up to {SMALL:,} parameters, float32 beyond"
     add("--dtype", choices=dtypes, help=f"dtype of the model (default {rule})")
     add("--device", default="cpu", help="where to compute (default cpu)")
-    which = "which matrix; functional is hessian - gauss-newton (default hessian)"
+    which = "which matrix; functional is the hessian minus gauss-newton (default hessian)"
     add("--matrix", choices=get_args(Matrix), help=which)
     by = "one block per role of the model, of a layer or of a tensor, or per head"
     add_choice("--by", get_args(Level), by)
     add_list("--only", "PATTERN", "only parameters that fit, such as 'h.0.*'")
     add_override_option(parser)
-    add_number("--top", 1, "eigenvalues per block, the farthest from 0", metavar="K")
+    add_number("--top", 1, "eigenvalues per block, those farthest from 0", metavar="K")
     add_number("--probes", 20, "random vectors per block, for traces and norms")
     add_number("--steps", 30, "Lanczos steps per spectrum")
     add_number("--starts", 3, "start vectors per spectrum, 0 for no spectra")
     add_flag("--exact", "build every diagonal block, if it fits into memory")
     samples = (
-        "all gauss-newton blocks at once, from N sampled gradients per batch, for large models"
+        "for large models: all gauss-newton blocks at once, from N sampled gradients per batch"
     )
     add("--samples", type=int, metavar="N", help=samples)
-    limit = "the most that the process may take; what does not fit is left out, and said"
+    limit = "the most memory that the process may take; the report says what is left out for that"
     add("--memory", type=float, metavar="GIB", help=f"{limit} (default: what is free)")
-    files = "report.html, the page to read; report.json, blocks.csv, the plots, and, of more than "
-    files += "100 blocks, pairs.pt"
-    add("--out", metavar="FOLDER", help=f"write {files} there; a run that was killed continues")
+    files = "write report.html, the page to read, report.json, blocks.csv and the plots to this "
+    files += "folder, and pairs.pt for more than 100 blocks; a run that was killed continues"
+    add("--out", metavar="FOLDER", help=files)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows a description as it stands, and the default of every flag that has one."""
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.default not in (None, False, argparse.SUPPRESS)
-        return f"{action.help} (default: %(default)s)" if shown else action.help
+        default = action.default
+        if default in (None, argparse.SUPPRESS, []) or default is False:
+            return action.help
+        listed = " ".join(map(str, default)) if isinstance(default, list) else "%(default)s"
+        return f"{action.help} (default: {listed})"
 
 
 def script_parser(about: str | None) -> argparse.ArgumentParser:
     """Return an empty parser whose help begins with the docstring of a script."""
-    return argparse.ArgumentParser(description=about, formatter_class=_Formatter)
+    return argparse.ArgumentParser(description=about, formatter_class=HelpFormatter)
 
 
 def flag(name: str) -> str:

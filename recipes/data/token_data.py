@@ -291,17 +291,18 @@ class Batches:
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what to train on, the same for all scripts."""
     group = parser.add_argument_group("data")
+    add = group.add_argument
     sources = (
         "stdlib, addition[:DIGITS], a file or folder (text, JSONL, Parquet), hub NAME[:CONFIG]"
     )
-    group.add_argument("--data", default="stdlib", metavar="SOURCE", help=sources)
+    add("--data", default="stdlib", metavar="SOURCE", help=sources)
     tokenizers = "a tokenizer.json, a hub name or 'bytes' (default: a BPE trained on the data)"
-    group.add_argument("--tokenizer", help=tokenizers)
-    group.add_argument("--vocab-size", type=int, default=1024, help="for the trained BPE")
-    group.add_argument("--max-tokens", type=int, help="the most to train on, and to validate on")
-    group.add_argument("--validation-fraction", type=float, default=0.05, help="to hold out")
-    group.add_argument("--text-column", default="text", help="in JSONL, Parquet and hub data")
-    group.add_argument("--streaming", action="store_true", help="do not store all of hub data")
+    add("--tokenizer", help=tokenizers)
+    add("--vocab-size", type=int, default=1024, help="tokens of a BPE trained on the data")
+    add("--max-tokens", type=int, help="the most tokens to train on, and to hold out")
+    add("--validation-fraction", type=float, default=0.05, help="share of the data to hold out")
+    add("--text-column", default="text", help="where JSONL, Parquet and hub data have the text")
+    add("--streaming", action="store_true", help="do not store all of the hub data")
     add_cache_argument(group)
 
 

@@ -33,17 +33,13 @@ LEAST |= dict.fromkeys(("clip", "weight_decay", "final"), 0)
 def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the flags about the optimizer that all training scripts have."""
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
+    add = group.add_argument
+    add("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
     usual = "the highest learning rate (default: 0.3 for SGD, 0.01 for Muon, 0.003 for all others)"
-    group.add_argument("--lr", type=float, help=usual)
-    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
-    group.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        metavar="NAME=ROLE[:SPLIT]",
-        help="blocks of a parameter or pattern, as for `blockopt describe`; may be repeated",
-    )
+    add("--lr", type=float, help=usual)
+    add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
+    about = "blocks of a parameter or pattern, as for `blockopt describe`; may be repeated"
+    add("--override", action="append", default=[], metavar="NAME=ROLE[:SPLIT]", help=about)
     return group
 
 
@@ -62,16 +58,17 @@ def check_overrides(arguments: argparse.Namespace) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> argparse._ArgumentGroup:
     """Add the flags about the run that all training scripts have."""
     group = parser.add_argument_group("run")
-    group.add_argument("--steps", type=int, default=1000, help="optimizer steps")
-    group.add_argument("--batch-size", type=int, default=16, help="sequences per step, in all")
-    group.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
-    group.add_argument("--seed", type=int, default=0, help="for weights and order of the data")
-    group.add_argument("--cpu", action="store_true", help="train on the CPU even if there is a GPU")
-    group.add_argument("--output", type=Path, default=Path(output), help="folder of the run")
-    group.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
-    group.add_argument("--checkpoint-every", type=int, default=200, help="steps in between")
-    group.add_argument("--eval-every", type=int, default=200, help="steps in between")
-    group.add_argument("--eval-batches", type=int, default=16, help="batches of held-out data")
+    add = group.add_argument
+    add("--steps", type=int, default=1000, help="optimizer steps")
+    add("--batch-size", type=int, default=16, help="sequences of a batch, counted as said above")
+    add("--accumulate", type=int, default=1, help="micro-batches per step")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the data")
+    add("--cpu", action="store_true", help="train on the CPU even if there is a GPU")
+    add("--output", type=Path, default=Path(output), help="folder of the run")
+    add("--resume", action="store_true", help="continue from the last checkpoint")
+    add("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
+    add("--eval-every", type=int, default=200, help="steps between evaluations")
+    add("--eval-batches", type=int, default=16, help="held-out batches of an evaluation")
     return group
 
 
@@ -80,38 +77,37 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     parser = script_parser(about)
     add_data_arguments(parser)
     add_model_arguments(parser)
-    group = add_optimizer_arguments(parser)
-    group.add_argument("--betas", type=float, nargs=2, help="(default: mostly 0.9 0.95)")
-    group.add_argument("--momentum", type=float, help="for SGD or Muon (default: 0.9 or 0.95)")
-    group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm, 0 for any")
-    usual = "of the learning rate (default: cosine, constant for schedulefree)"
-    group.add_argument("--schedule", choices=SCHEDULES, help=usual)
-    group.add_argument("--warmup", type=int, help="steps of warm-up (default: a tenth)")
-    group.add_argument("--final", type=float, default=0.0, help="last rate, as a part of --lr")
-    group.add_argument(
-        "--decay", type=float, default=0.2, help="part of the steps that wsd falls in"
-    )
-    group = parser.add_argument_group("block learning rates")
-    group.add_argument("--curvature", choices=ESTIMATORS, help="attach a BlockLR that measures it")
+    add = add_optimizer_arguments(parser).add_argument
+    add("--betas", type=float, nargs=2, help="of Adam's two moments (default: mostly 0.9 0.95)")
+    add("--momentum", type=float, help="momentum of SGD or Muon (default: 0.9 or 0.95)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm, 0 for no limit")
+    usual = "schedule of the learning rate (default: cosine, constant for schedulefree)"
+    add("--schedule", choices=SCHEDULES, help=usual)
+    add("--warmup", type=int, help="steps of warm-up (default: a tenth of all)")
+    add("--final", type=float, default=0.0, help="last learning rate, as a share of --lr")
+    add("--decay", type=float, default=0.2, help="share of the steps in which wsd falls")
+    add = parser.add_argument_group("block learning rates").add_argument
+    add("--curvature", choices=ESTIMATORS, help="attach a BlockLR that measures this curvature")
     about = "steps between refreshes (default: 75 for SGD, 150 for others)"
-    group.add_argument("--curvature-every", type=int, help=about)
+    add("--curvature-every", type=int, help=about)
     usual = "power of the curvature (default: -1 for SGD, -0.5 for others)"
-    group.add_argument("--curvature-power", type=float, help=usual)
+    add("--curvature-power", type=float, help=usual)
     levels = ("role", "layer", "tensor", "head")
-    group.add_argument("--curvature-by", default="role", choices=levels, help="what shares a scale")
-    group = add_run_arguments(parser, "results/train")
-    group.add_argument("--precision", choices=PRECISIONS, help="(default: accelerate's, else no)")
+    add("--curvature-by", default="role", choices=levels, help="which blocks share a scale")
+    add = add_run_arguments(parser, "results/train").add_argument
+    usual = "bf16: compute in bfloat16 (default: as accelerate is configured)"
+    add("--precision", choices=PRECISIONS, help=usual)
     compiled = "compile the model, with inductor or this backend"
-    group.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compiled)
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compiled)
     patience = "how long a process waits for the others before it ends"
-    group.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=patience)
-    group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
-    group.add_argument("--print-every", type=int, default=50, help="steps between lines in a file")
+    add("--timeout", type=float, default=600, metavar="SECONDS", help=patience)
+    add("--keep", type=int, default=2, help="checkpoints to keep")
+    add("--print-every", type=int, default=50, help="steps between lines if not on a terminal")
     after = "measure the Hessian of every head after these steps, 0 before the first"
-    group.add_argument("--record-hessian", type=int, nargs="+", metavar="STEP", help=after)
+    add("--record-hessian", type=int, nargs="+", metavar="STEP", help=after)
     trackers = [str(tracker.value) for tracker in LoggerType if tracker.value != "all"]
     listed = f"also log to {', '.join(trackers)}"
-    group.add_argument("--track", choices=trackers, metavar="TRACKER", help=listed)
+    add("--track", choices=trackers, metavar="TRACKER", help=listed)
     return parser
 
 

@@ -20,13 +20,14 @@ SIZES = ("width", "depth", "heads", "norm", "attention")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what to train."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="0.5M", choices=PRESETS, help="sizes of our GPT-2")
-    group.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
-    group.add_argument("--width", type=int, help="of our GPT-2 (default: the preset's)")
-    group.add_argument("--depth", type=int, help="blocks of our GPT-2 (default: the preset's)")
-    group.add_argument("--heads", type=int, help="heads of our GPT-2 (default: the preset's)")
-    group.add_argument("--norm", choices=("pre", "post", "none"), help="where our GPT-2 has norms")
-    group.add_argument("--attention", choices=("softmax", "linear"), help="linear: without softmax")
+    add = group.add_argument
+    add("--model", default="0.5M", choices=PRESETS, help="size of our GPT-2")
+    add("--context", type=int, help="tokens per sequence (default: the preset's)")
+    add("--width", type=int, help="width of our GPT-2 (default: the preset's)")
+    add("--depth", type=int, help="layers of our GPT-2 (default: the preset's)")
+    add("--heads", type=int, help="heads of our GPT-2 (default: the preset's)")
+    add("--norm", choices=("pre", "post", "none"), help="where our GPT-2 has norms")
+    add("--attention", choices=("softmax", "linear"), help="'linear' leaves the softmax out")
     given = group.add_mutually_exclusive_group()
     fresh, trained = "a fresh transformers model", "a transformers model to fine-tune"
     given.add_argument("--hf-config", metavar="NAME", help=f"{fresh}: config file or hub name")
