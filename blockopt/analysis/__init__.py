@@ -46,7 +46,7 @@ from blockopt.analysis.operators.model_operators import (
 )
 from blockopt.analysis.report import hessian_report
 from blockopt.analysis.report_from_samples import sampled_report
-from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
+from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.analysis.spectral.density import check_symmetric, lanczos, spectral_density
 from blockopt.analysis.spectral.eigenpairs import top_eigenpairs
 from blockopt.analysis.spectral.heterogeneity import jensen_shannon, negative_share, norm_spread
@@ -94,7 +94,6 @@ __all__ = [
     "measure_block",
     "negative_share",
     "norm_spread",
-    "off_diagonal_mass",
     "sample_bound",
     "sample_differences",
     "sampled_report",

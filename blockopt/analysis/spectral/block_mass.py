@@ -189,31 +189,6 @@ def _group_of_entries(where: list[Tensor], n: int, device: torch.device) -> Tens
     return group
 
 
-def off_diagonal_mass(
-    operator: SymmetricOperator,
-    parts: Mapping[Label, Tensor],
-    *,
-    num_probes: int = 10,
-    chunk: int = 10,
-    generator: torch.Generator | None = None,
-    progress: bool = False,
-) -> Estimate:
-    """Estimate what a block-diagonal view loses: `1 − Σ_b ‖H_bb‖_F² / ‖H‖_F²`.
-
-    Both sums come without bias from the probes of `block_mass`, whose arguments these are; their
-    ratio has a bias that falls as 1 / num_probes. The standard error is that of the linearised
-    ratio.
-
-    Example:
-        >>> halves = {"first": torch.arange(2), "second": torch.arange(2, 4)}
-        >>> off_diagonal_mass(torch.ones(4, 4), halves)
-        Estimate(value=0.5, standard_error=0.0, num_products=0)
-    """
-    return block_mass(
-        operator, parts, num_probes=num_probes, chunk=chunk, generator=generator, progress=progress
-    ).off_diagonal
-
-
 def _from_tensor(matrix: Tensor, labels: tuple[Hashable, ...], where: list[Tensor]) -> BlockMass:
     squares = matrix.square()
     if not torch.isfinite(squares).all():

@@ -8,7 +8,7 @@ from torch import nn
 
 from blockopt.analysis.operators.dense import dense
 from blockopt.analysis.operators.model_operators import HessianOperator
-from blockopt.analysis.spectral.block_mass import block_mass, off_diagonal_mass
+from blockopt.analysis.spectral.block_mass import block_mass
 from blockopt.blocks import BlockGroup
 from tests.helpers.matrices import AttentionHessian, Products, all_signs, random_symmetric
 
@@ -31,7 +31,6 @@ def test_dense():
     torch.testing.assert_close(found.matrix, exact(A, PARTS))
     assert not found.standard_error.any()
     assert found.off_diagonal == (pytest.approx(share(exact(A, PARTS))), 0, 0)
-    assert off_diagonal_mass(A, PARTS) == found.off_diagonal
     assert found.labels == ("a", "b", "c")
     torch.testing.assert_close(found.shares(), found.matrix / A.square().sum())
 
@@ -103,7 +102,7 @@ def test_block_diagonal_and_zero():
     A = torch.block_diag(torch.ones(20, 20), 5 * torch.ones(20, 20))
     parts = {"a": torch.arange(20), "b": torch.arange(20, 40)}
     for operator in (A, Products(A)):
-        assert off_diagonal_mass(operator, parts)[:2] == (0, 0)
+        assert block_mass(operator, parts).off_diagonal[:2] == (0, 0)
         found = block_mass(operator * 0 if operator is A else Products(A * 0), parts)
         assert not found.matrix.any()
         assert not found.shares().any()
@@ -115,7 +114,7 @@ def test_indices_in_no_part_are_left_out():
     parts = {"a": PARTS["a"], "b": PARTS["b"].int()}
     for operator in (A, Products(A)):
         torch.testing.assert_close(block_mass(operator, parts).matrix, exact(A, PARTS)[:2, :2])
-    assert off_diagonal_mass(A, {"a": PARTS["a"]}).value == 0
+    assert block_mass(A, {"a": PARTS["a"]}).off_diagonal.value == 0
 
 
 def test_same_seed_same_result():
@@ -134,7 +133,7 @@ def test_hessian_of_attention():
     H = AttentionHessian()
     truth = exact(H.dense(), H.parts)
     torch.testing.assert_close(block_mass(H, H.parts).matrix, truth)
-    found = off_diagonal_mass(H, H.parts, num_probes=8)
+    found = block_mass(H, H.parts, num_probes=8).off_diagonal
     assert found.num_products == 40
     assert found.standard_error < 0.2
     assert abs(found.value - share(truth)) < 3 * found.standard_error
