@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import json
@@ -22,13 +23,37 @@ def import_transformers() -> Any:
         raise UserError("This command needs transformers: pip install 'blockopt[hf]'.") from None
 
 
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that replaces entries of the config."""
+    replaced = "replace an entry of the config, such as n_layer=2; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=replaced)
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Return `["n_layer=2"]` as `{"n_layer": 2}`: values as JSON, or as text if they are not.
+
+    Raises:
+        UserError: If one is not of this form.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise UserError(f"Invalid --set {setting}. Must be KEY=VALUE, such as n_layer=2.")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
 def find_config(source: str, overrides: Mapping[str, Any] | None = None, *, hub: bool) -> Any:
     """Return the config of a model.
 
     Args:
         source: A model type that transformers knows (`gpt2`, `llama`, …), a `config.json`, a folder
             that holds one, or, with `hub`, the name of a model on the hub.
-        overrides: Entries to replace, for a local config or a type.
+        overrides: Entries to replace.
         hub: Whether to ask the hub for a config that is not found here. Only the config is fetched.
 
     Raises:
@@ -51,10 +76,11 @@ def find_config(source: str, overrides: Mapping[str, Any] | None = None, *, hub:
     if path.exists():
         raise UserError(message)
     try:
-        return transformers.AutoConfig.from_pretrained(source)
+        found = transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{message}\ntransformers says: {reason}") from None
+    return _config(transformers, found.to_dict(), overrides) if overrides else found
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockopt.blocks import ROW_ROLES, describe
-from blockopt.cli.configs import find_config, import_transformers
+from blockopt.cli.configs import (
+    add_set_option,
+    find_config,
+    import_transformers,
+    parse_settings,
+)
 from blockopt.cli.errors import UserError
 from blockopt.cli.override_option import add_override_option, blocks_with_overrides
 
@@ -31,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE",
         help=f"roles cut by row, out of {', '.join(ROW_ROLES)} (default: all)",
     )
+    add_set_option(parser)
     add_override_option(parser)
     parser.add_argument(
         "--watch",
@@ -42,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
-    model = build_from_config(options.model, device="cpu" if options.watch else "meta")
+    device = "cpu" if options.watch else "meta"
+    model = build_from_config(options.model, parse_settings(options.set), device)
     blocks = blocks_with_overrides(
         model,
         options.override,
@@ -55,13 +63,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def build_from_config(source: str, device: str = "meta") -> nn.Module:
+def build_from_config(source: str, overrides: Mapping[str, Any], device: str) -> nn.Module:
     """Build the model of a config: on the `meta` device without weights, or with random ones.
 
     Raises:
         UserError: If transformers is not installed, the config is not found, or has no model.
     """
-    config, transformers = find_config(source, hub=True), import_transformers()
+    config, transformers = find_config(source, overrides, hub=True), import_transformers()
     auto_classes = (  # masked before causal: BERT has both, and its causal form is the odd one
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForCausalLM,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from blockopt.analysis.partial_results import PartialResultsError
 from blockopt.analysis.report import Matrix, hessian_report, matching_parameters
 from blockopt.analysis.report_from_samples import sampled_report
 from blockopt.blocks import Level
+from blockopt.cli.configs import add_set_option, parse_settings
 from blockopt.cli.errors import UserError, user_mistakes
 from blockopt.cli.hessian_files import describe_measurement, write_report
 from blockopt.cli.local_model import load_model, load_text, next_token_losses
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("model", help=f"{local}; nothing is downloaded")
     add("--text", required=True, metavar="FILE", help="a text file, in UTF-8")
-    add_list("--set", "KEY=VALUE", "replace an entry of the config")
+    add_set_option(parser)
     add_flag("--random", "take random weights even if the folder holds a checkpoint")
     add_number("--seed", 0, "the seed of random weights and of all probes")
     add_number("--length", 64, "tokens per sequence")
@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace, caught: list[warnings.WarningMessage]) -> 
     if folder is not None:
         with user_mistakes(OSError):
             folder.mkdir(parents=True, exist_ok=True)  # now, not after an hour
-    overrides, random = _overrides(options.set), options.random
+    overrides, random = parse_settings(options.set), options.random
     source = load_model(options.model, overrides, random=random, seed=options.seed)
     where = {"sequences": options.sequences, "length": options.length}
     corpus = load_text(options.text, source.model, source.folder, **where)
@@ -228,20 +228,6 @@ def _precision(report: HessianReport, dtype: str) -> str:
         what = "product" if report.asymmetry is not None else "gradient"
         known.append(f"a {what} off by {report.rounding:.0e} from float64")
     return ", ".join(known) or f"in {dtype}"
-
-
-def _overrides(settings: list[str]) -> dict[str, Any]:
-    """Return `["n_layer=2"]` as `{"n_layer": 2}`: values as JSON, or as text if they are not."""
-    found: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise UserError(f"Invalid --set {setting}. Must be KEY=VALUE, such as n_layer=2.")
-        try:
-            found[key] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key] = value
-    return found
 
 
 def _print_cost(cost: Cost) -> None:

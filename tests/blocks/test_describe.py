@@ -198,6 +198,17 @@ def test_the_options_reach_the_finder(config_folder, capsys):
     )
 
 
+def test_entries_of_the_config_are_replaced(config_folder, capsys):
+    def layers(*settings):
+        assert main(["describe", str(config_folder), *settings]) == 0
+        rows, _ = parse(capsys.readouterr().out.split("\n", 1)[1])
+        return {row[0]: row[1] for row in rows}["query"]
+
+    assert layers("--set", "num_hidden_layers=5", "--set", "vocab_size=40") == "0-4" != layers()
+    with pytest.raises(SystemExit, match=r"Invalid --set num_layer\..*Did you mean"):
+        main(["describe", str(config_folder), "--set", "num_layer=5"])
+
+
 def test_overrides_on_the_command_line(config_folder, capsys):
     model = FAMILIES["llama"]()
     name = next(n for n, _ in model.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
