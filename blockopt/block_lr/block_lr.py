@@ -8,6 +8,7 @@ would have without it.
 
 from __future__ import annotations
 
+import math
 import random
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,12 +19,19 @@ from torch import Tensor, nn
 
 from blockopt.block_lr import defaults
 from blockopt.block_lr.failed_refreshes import FailedRefreshes
+from blockopt.block_lr.gradient_shares import GradientShares
 from blockopt.block_lr.history import History, Refresh, ScaleTable
 from blockopt.block_lr.optimizer_hooks import hooks_for, unwrapped
 from blockopt.block_lr.saved_state import from_text, to_text
-from blockopt.block_lr.scales import ScaleOptions, flat_curvature, scales_and_guesses
+from blockopt.block_lr.scales import (
+    ScaleOptions,
+    centred,
+    entries_of_blocks,
+    flat_curvature,
+    scales_and_guesses,
+)
 from blockopt.block_lr.smoothing import Smoothing
-from blockopt.blocks import Blocks, Level, block_groups, block_numel, by_name, sum_groups
+from blockopt.blocks import Blocks, Level, block_groups, by_name
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request, SlopesAlongUpdates
 from blockopt.distributed import is_sharded, mean_over_ranks, together
@@ -101,6 +109,9 @@ class BlockLR:
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
         beta: The weight of the past in the smoothed scales, which start at 1; 0 takes each
             measurement as it is. By default 0.5 for SGD and 0.9 for all others.
+        within: The power of the mean squared gradient by which the blocks of one group differ (see
+            `gradient_shares.py`), 0 for one scale in all of the group. By default -1/2 for SGD and
+            0 for all others, whose steps have been divided by their size already.
         fade: Optimizer steps after which all scales are 1 again: after step t the logarithm of a
             scale is multiplied by `1 - t / fade`. None for never.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
@@ -145,6 +156,7 @@ class BlockLR:
         bounds: tuple[float, float] | None = None,
         by: Level = "role",
         beta: float | None = None,
+        within: float | None = None,
         fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
@@ -162,6 +174,9 @@ class BlockLR:
             check_count("fade", fade)
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta={beta}. Must be in [0, 1).")
+        within = usual.within if within is None else within
+        if not math.isfinite(within):
+            raise ValueError(f"Invalid within={within}. Must be finite.")
         check_count("num_probes", num_probes)
         self._model, self._curvature = model, curvature
         self._estimator = None if callable(curvature) else ESTIMATORS[curvature]
@@ -182,6 +197,8 @@ class BlockLR:
         block_groups(self._hooks.blocks(), by)  # checks `by`
         if self._estimator is not None and self._estimator.needs_slopes:
             self._hooks.slopes = SlopesAlongUpdates(by)
+        if within != 0:
+            self._hooks.shares = GradientShares(within)
         self._hooks.attach(
             save=lambda: to_text(self.state_dict()),
             load=lambda text: self.load_state_dict(from_text(text)),
@@ -278,13 +295,18 @@ class BlockLR:
             self._failed.note(error, self.num_steps)
             return
         self._failed.end()
-        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        numel = {name: block_numel(shapes[name], b.split).double() for name, b in blocks.items()}
+        numel = entries_of_blocks(self._model, blocks)
         self._smoothing.add({name: scale.double().log() for name, scale in scales.items()})
         smoothed = self._smoothing.logs()
-        logs = _centred({name: smoothed[name] for name in blocks}, numel)
+        logs = {name: smoothed[name] for name in blocks}
+        if self._hooks.shares is not None:
+            inside = self._hooks.shares.logs(blocks, numel, self._options.by)
+            logs = {name: log + inside[name] for name, log in logs.items()}
+        logs = centred(logs, numel)
         self._apply(self._hooks.applicable(logs, numel))
-        self._record(curvature, blocks, numel)
+        self.history.append(
+            Refresh.of(self.num_steps, curvature, self._log_scales, blocks, numel, self._options.by)
+        )
 
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         model = self._model
@@ -318,24 +340,6 @@ class BlockLR:
         self._log_scales |= {name: left * log for name, log in logs.items()}
         self._hooks.write(self._log_scales)
 
-    def _record(
-        self,
-        curvature: Mapping[str, Tensor],
-        blocks: Mapping[str, Blocks],
-        numel: Mapping[str, Tensor],
-    ) -> None:
-        by = self._options.by
-        groups, numbers = block_groups(blocks, "tensor" if by == "head" else by)
-        entries = sum_groups(numel, numbers, len(groups))
-
-        def means(values: Mapping[str, Tensor]) -> Tensor:
-            weighted = {name: values[name] * numel[name] for name in blocks}
-            return sum_groups(weighted, numbers, len(groups)) / entries
-
-        pooled, scales = means(curvature).tolist(), means(self._log_scales).exp().tolist()
-        refresh = Refresh(self.num_steps, dict(zip(groups, pooled)), dict(zip(groups, scales)))
-        self.history.append(refresh)
-
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings and tensors, which `torch.load(weights_only=True)` takes.
 
@@ -343,6 +347,8 @@ class BlockLR:
         """
         logs = {unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
         smoothing = {unwrapped_name(n): e for n, e in self._smoothing.state_dict().items()}
+        shares = {} if self._hooks.shares is None else self._hooks.shares.sums
+        shares = {unwrapped_name(name): sums.cpu() for name, sums in shares.items()}
         return {
             "num_steps": self.num_steps,
             "served": self._served,
@@ -351,6 +357,7 @@ class BlockLR:
             "log_scales": logs,
             "smoothing": smoothing,
             "slopes": None if self._hooks.slopes is None else self._hooks.slopes.state_dict(),
+            "shares": shares,
             "history": [refresh.to_plain() for refresh in self.history],
         }
 
@@ -384,15 +391,9 @@ class BlockLR:
         self._smoothing.load_state_dict({names[name]: entry for name, entry in smoothing})
         if self._hooks.slopes is not None and state_dict["slopes"] is not None:
             self._hooks.slopes.load_state_dict(state_dict["slopes"])
+        if self._hooks.shares is not None:
+            saved = state_dict["shares"].items()
+            self._hooks.shares.sums = {names[name]: sums.clone() for name, sums in saved}
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)
-
-
-def _centred(logs: dict[str, Tensor], numel: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The logarithms less their mean over all entries, which shrinking has moved from 0."""
-    total = sum(float(torch.dot(numel[name], logs[name])) for name in logs)
-    mean = total / sum(float(numel[name].sum()) for name in logs)
-    if abs(mean) < 1e-6:  # no more than rounding: leave the bits
-        return logs
-    return {name: log - mean for name, log in logs.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockopt.blocks import ROLES, BlockGroup, Blocks
+from blockopt.blocks import ROLES, BlockGroup, Blocks, Level, block_groups, sum_groups
 from blockopt.tables import aligned
 
 if TYPE_CHECKING:
@@ -35,6 +35,35 @@ class Refresh(NamedTuple):
     step: int
     curvature: dict[BlockGroup, float]
     scale: dict[BlockGroup, float]
+
+    @staticmethod
+    def of(
+        step: int,
+        curvature: Mapping[str, Tensor],
+        logs: Mapping[str, Tensor],
+        blocks: Mapping[str, Blocks],
+        numel: Mapping[str, Tensor],
+        by: Level,
+    ) -> Refresh:
+        """The refresh after a step, pooled over the groups of a level.
+
+        Args:
+            step: The number of the step.
+            curvature: `{parameter name: one value per block}`.
+            logs: The logarithms of the scales, in the same form.
+            blocks: What `find_blocks(model)` returns.
+            numel: The number of entries of each block.
+            by: The level; for "head", the blocks of a role in a parameter are one group.
+        """
+        groups, numbers = block_groups(blocks, "tensor" if by == "head" else by)
+        entries = sum_groups(numel, numbers, len(groups))
+
+        def means(values: Mapping[str, Tensor]) -> Tensor:
+            weighted = {name: values[name] * numel[name] for name in blocks}
+            return sum_groups(weighted, numbers, len(groups)) / entries
+
+        pooled, scales = means(curvature).tolist(), means(logs).exp().tolist()
+        return Refresh(step, dict(zip(groups, pooled)), dict(zip(groups, scales)))
 
     def to_plain(self) -> dict[str, Any]:
         """The refresh as numbers, strings and lists, which every checkpoint format takes."""

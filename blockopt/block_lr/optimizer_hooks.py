@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from blockopt.block_lr.gradient_shares import GradientShares
 from blockopt.blocks import Blocks, find_blocks, from_plain
 from blockopt.curvature import SlopesAlongUpdates
 from blockopt.distributed import reshard
@@ -41,6 +42,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     Attributes:
         num_steps: How many steps the optimizer has taken.
         slopes: What collects slopes along the updates, if anything does.
+        shares: What collects squared gradients, if anything does.
 
     Raises:
         ValueError: If the optimizer has a parameter that the model lacks, or cannot be scaled.
@@ -52,6 +54,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         self._optimizer, self._model, self._wants_update = optimizer, model, wants_update
         self.num_steps = 0
         self.slopes: SlopesAlongUpdates | None = None
+        self.shares: GradientShares | None = None
         self._before: list[Tensor] | None = None  # the parameters before the last step
         self._in_step = False
         self._check()
@@ -209,6 +212,8 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             self.num_steps += 1
             if self.slopes is not None:
                 self.slopes.after_step(self._trained, self.blocks)
+            if self.shares is not None:
+                self.shares.after_step(self.num_steps, self._trained, self.blocks)
 
     def forget_refused_steps(self) -> None:
         """Take back what was noted of steps that the optimizer turned out to have refused."""

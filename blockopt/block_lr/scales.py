@@ -134,7 +134,7 @@ def scales_and_guesses(
     """Return the multipliers, and the share of the weights whose curvature is not positive."""
     options.check()
     values = flat_curvature(curvature, blocks).double()
-    numel = _numel(model, blocks)
+    numel = torch.cat(list(entries_of_blocks(model, blocks).values()))
     group = torch.cat(list(block_groups(blocks, options.by)[1].values()))
     pooled = _pool(values, numel, group)
     scales = _scales(_positive(pooled), torch.bincount(group, numel), options)
@@ -162,6 +162,21 @@ def flat_curvature(curvature: Mapping[str, Tensor], blocks: Mapping[str, Blocks]
                 "one value per block."
             )
     return torch.cat([curvature[name].detach().to("cpu", torch.float64) for name in blocks])
+
+
+def entries_of_blocks(model: nn.Module, blocks: Mapping[str, Blocks]) -> dict[str, Tensor]:
+    """Return how many entries each block has, `{parameter name: one number per block}`."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {name: block_numel(shapes[name], b.split).double() for name, b in blocks.items()}
+
+
+def centred(logs: dict[str, Tensor], numel: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the logarithms of scales less their mean over all entries of the model."""
+    total = sum(float(torch.dot(numel[name], logs[name])) for name in logs)
+    mean = total / sum(float(numel[name].sum()) for name in logs)
+    if abs(mean) < 1e-6:  # no more than rounding: leave the bits
+        return logs
+    return {name: log - mean for name, log in logs.items()}
 
 
 def uniform(model: nn.Module, blocks: Mapping[str, Blocks] | None = None) -> dict[str, Tensor]:
@@ -199,13 +214,6 @@ def sharpness_disparity(
         for name, entry in blocks.items()
     }
     return block_scales(ratios, model, blocks, power=1.0)  # the bounds hold ratios within 1..10
-
-
-def _numel(model: nn.Module, blocks: Mapping[str, Blocks]) -> Tensor:
-    """The number of entries of all blocks in a row."""
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    sizes = [block_numel(shapes[name], entry.split) for name, entry in blocks.items()]
-    return torch.cat(sizes).double()
 
 
 def _pool(values: Tensor, numel: Tensor, group: Tensor) -> Tensor:
