@@ -8,7 +8,6 @@ would have without it.
 
 from __future__ import annotations
 
-import math
 import random
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from blockopt.block_lr import defaults
 from blockopt.block_lr.failed_refreshes import FailedRefreshes
-from blockopt.block_lr.gradient_shares import GradientShares
 from blockopt.block_lr.history import History, Refresh, ScaleTable
-from blockopt.block_lr.optimizer_hooks import hooks_for, unwrapped
+from blockopt.block_lr.optimizer_hooks import hooks_for
 from blockopt.block_lr.saved_state import from_text, to_text
 from blockopt.block_lr.scales import (
     ScaleOptions,
@@ -31,6 +29,7 @@ from blockopt.block_lr.scales import (
     scales_and_guesses,
 )
 from blockopt.block_lr.smoothing import Smoothing
+from blockopt.block_lr.wrappers import unwrapped
 from blockopt.blocks import Blocks, Level, block_groups, by_name
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request, SlopesAlongUpdates
@@ -109,9 +108,9 @@ class BlockLR:
         by: Which blocks share a scale: "role", "layer", "tensor" or "head", see `block_scales`.
         beta: The weight of the past in the smoothed scales, which start at 1; 0 takes each
             measurement as it is. By default 0.5 for SGD and 0.9 for all others.
-        within: The power of the mean squared gradient by which the blocks of one group differ (see
-            `gradient_shares.py`), 0 for one scale in all of the group. By default -1/2 for SGD and
-            0 for all others, whose steps have been divided by their size already.
+        rows: Whether rows of embeddings and heads differ, by how often their tokens stand in the
+            text (see `table_rows.py`), instead of sharing the scale of their group. By default only
+            for SGD: all other steps have been divided by the size of the row's gradient already.
         fade: Optimizer steps after which all scales are 1 again: after step t the logarithm of a
             scale is multiplied by `1 - t / fade`. None for never.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
@@ -156,7 +155,7 @@ class BlockLR:
         bounds: tuple[float, float] | None = None,
         by: Level = "role",
         beta: float | None = None,
-        within: float | None = None,
+        rows: bool | None = None,
         fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
@@ -174,9 +173,6 @@ class BlockLR:
             check_count("fade", fade)
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta={beta}. Must be in [0, 1).")
-        within = usual.within if within is None else within
-        if not math.isfinite(within):
-            raise ValueError(f"Invalid within={within}. Must be finite.")
         check_count("num_probes", num_probes)
         self._model, self._curvature = model, curvature
         self._estimator = None if callable(curvature) else ESTIMATORS[curvature]
@@ -197,8 +193,8 @@ class BlockLR:
         block_groups(self._hooks.blocks(), by)  # checks `by`
         if self._estimator is not None and self._estimator.needs_slopes:
             self._hooks.slopes = SlopesAlongUpdates(by)
-        if within != 0:
-            self._hooks.shares = GradientShares(within)
+        if usual.rows if rows is None else rows:
+            self._hooks.collect_rows()
         self._hooks.attach(
             save=lambda: to_text(self.state_dict()),
             load=lambda text: self.load_state_dict(from_text(text)),
@@ -299,9 +295,10 @@ class BlockLR:
         self._smoothing.add({name: scale.double().log() for name, scale in scales.items()})
         smoothed = self._smoothing.logs()
         logs = {name: smoothed[name] for name in blocks}
-        if self._hooks.shares is not None:
-            inside = self._hooks.shares.logs(blocks, numel, self._options.by)
-            logs = {name: log + inside[name] for name, log in logs.items()}
+        if self._hooks.rows is not None:
+            by, power = self._options.by, self._options.power
+            for name, log in self._hooks.rows.logs(blocks, numel, by, power).items():
+                logs[name] = logs[name] + log
         logs = centred(logs, numel)
         self._apply(self._hooks.applicable(logs, numel))
         self.history.append(
@@ -347,8 +344,7 @@ class BlockLR:
         """
         logs = {unwrapped_name(name): logs.clone() for name, logs in self._log_scales.items()}
         smoothing = {unwrapped_name(n): e for n, e in self._smoothing.state_dict().items()}
-        shares = {} if self._hooks.shares is None else self._hooks.shares.sums
-        shares = {unwrapped_name(name): sums.cpu() for name, sums in shares.items()}
+        rows = {} if self._hooks.rows is None else self._hooks.rows.sums
         return {
             "num_steps": self.num_steps,
             "served": self._served,
@@ -357,7 +353,7 @@ class BlockLR:
             "log_scales": logs,
             "smoothing": smoothing,
             "slopes": None if self._hooks.slopes is None else self._hooks.slopes.state_dict(),
-            "shares": shares,
+            "rows": {unwrapped_name(name): sums.cpu() for name, sums in rows.items()},
             "history": [refresh.to_plain() for refresh in self.history],
         }
 
@@ -391,9 +387,9 @@ class BlockLR:
         self._smoothing.load_state_dict({names[name]: entry for name, entry in smoothing})
         if self._hooks.slopes is not None and state_dict["slopes"] is not None:
             self._hooks.slopes.load_state_dict(state_dict["slopes"])
-        if self._hooks.shares is not None:
-            saved = state_dict["shares"].items()
-            self._hooks.shares.sums = {names[name]: sums.clone() for name, sums in saved}
+        if self._hooks.rows is not None:
+            rows = state_dict["rows"].items()
+            self._hooks.rows.sums = {names[name]: sums.clone() for name, sums in rows}
         self.history = History(Refresh.from_plain(plain) for plain in state_dict["history"])
         if loaded:
             self._hooks.write(loaded)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from blockopt.block_lr.gradient_shares import GradientShares
+from blockopt.block_lr.table_rows import TableRows
+from blockopt.block_lr.wrappers import unwrapped
 from blockopt.blocks import Blocks, find_blocks, from_plain
 from blockopt.curvature import SlopesAlongUpdates
 from blockopt.distributed import reshard
@@ -42,7 +43,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
     Attributes:
         num_steps: How many steps the optimizer has taken.
         slopes: What collects slopes along the updates, if anything does.
-        shares: What collects squared gradients, if anything does.
+        rows: What collects squared gradients of the rows of tables, if anything does.
 
     Raises:
         ValueError: If the optimizer has a parameter that the model lacks, or cannot be scaled.
@@ -54,7 +55,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         self._optimizer, self._model, self._wants_update = optimizer, model, wants_update
         self.num_steps = 0
         self.slopes: SlopesAlongUpdates | None = None
-        self.shares: GradientShares | None = None
+        self.rows: TableRows | None = None
         self._before: list[Tensor] | None = None  # the parameters before the last step
         self._in_step = False
         self._check()
@@ -73,6 +74,17 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             logs: `{parameter name: logarithm of each block's scale}`.
             numel: `{parameter name: number of entries of each block}`.
         """
+
+    def collect_rows(self) -> None:
+        """Collect the squared gradients of the rows of tables from now on.
+
+        Raises:
+            ValueError: If the optimizer cannot give rows scales of their own.
+        """
+        raise ValueError(
+            f"Invalid rows=True with {type(self._optimizer).__name__}, which has one learning rate "
+            "for all rows of a table. Take an optimizer of blockopt, or leave rows out."
+        )
 
     @abstractmethod
     def write(self, logs: Mapping[str, Tensor]) -> None:
@@ -212,8 +224,8 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
             self.num_steps += 1
             if self.slopes is not None:
                 self.slopes.after_step(self._trained, self.blocks)
-            if self.shares is not None:
-                self.shares.after_step(self.num_steps, self._trained, self.blocks)
+            if self.rows is not None:
+                self.rows.after_step(self._trained, self.blocks)
 
     def forget_refused_steps(self) -> None:
         """Take back what was noted of steps that the optimizer turned out to have refused."""
@@ -242,6 +254,10 @@ class BlockOptimizerHooks(OptimizerHooks[BlockOptimizer]):
             if self.slopes is not None:
                 self.slopes.take_back()
         self._refused = refused
+
+    def collect_rows(self) -> None:
+        """Collect the squared gradients of the rows of tables from now on."""
+        self.rows = TableRows()
 
     def _check(self) -> None:
         name = type(self._optimizer).__name__
@@ -386,21 +402,3 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             "BlockLR cannot measure a model under FSDP1 (FullyShardedDataParallel), which averages "
             "gradients over ranks by itself. Use fully_shard (FSDP2), or DDP if nothing is sharded."
         )
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside of what `accelerate` and others put around it.
-
-    Raises:
-        TypeError: If it is not a `torch.optim.Optimizer`.
-    """
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(
-        optimizer, "_optimizer_step_post_hooks"
-    ):
-        raise TypeError(
-            f"Invalid optimizer of type {type(optimizer).__name__}. Must be a "
-            "torch.optim.Optimizer, for its hooks."
-        )
-    return optimizer

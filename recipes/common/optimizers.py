@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 import blockopt
-from blockopt.block_lr.optimizer_hooks import unwrapped
+from blockopt.block_lr.wrappers import unwrapped
 from blockopt.blocks import Blocks, UnknownBlocksError, find_blocks, from_plain
 from blockopt.optim.matrix_sections import is_hidden_matrix
 from recipes.common.errors import MissingPackageError, UsageError, import_package

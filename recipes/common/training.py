@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockopt import BlockLR
-from blockopt.block_lr.optimizer_hooks import unwrapped
+from blockopt.block_lr.wrappers import unwrapped
 from blockopt.distributed import full
 from recipes.common.optimizers import take_step
 

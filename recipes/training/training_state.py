@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from blockopt.block_lr.optimizer_hooks import unwrapped
+from blockopt.block_lr.wrappers import unwrapped
 from blockopt.distributed import reshard
 from recipes.common.training import Training
 

@@ -26,7 +26,12 @@ def test_scales_are_those_of_the_curvature_smoothed_in_logarithm(optimizer_name,
     """`Smoothing` has tests of its own; here it is the one that is applied, with mean 0."""
     options = {"power": -0.7, "bounds": (0.3, 4.0), "by": by}
     model, optimizer, block_lr = attached(
-        lambda model, loss: gradient_of(loss), optimizer_name, every=1, beta=0.6, within=0, **options
+        lambda model, loss: gradient_of(loss),
+        optimizer_name,
+        every=1,
+        beta=0.6,
+        rows=False,
+        **options,
     )
 
     def gradient_of(loss):
