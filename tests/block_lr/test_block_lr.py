@@ -187,6 +187,7 @@ def test_names_of_a_wrapped_model_are_matched_by_parameter():
         beta=0.0,
         power=-0.5,
         bounds=(0.1, 10),
+        rows=False,
     )
     take_step(model, optimizer)
     block_lr.step()

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*curvature")
 
 
 def trained(parallel: Parallel, curvature: str):
-    """Scales and weights after two refreshes; each is measured on two fresh batches."""
+    """Scales and weights after two refreshes; each is measured on two fresh batches.
+
+    With "newton", rows of tables differ too, as under SGD.
+    """
     model = parallel.model
     optimizer = blockopt.BlockAdamW(blockopt.param_groups(model), lr=1e-2, second_moment="block")
-    block_lr = blockopt.BlockLR(
-        optimizer, model, curvature=curvature, every=1, by="tensor", num_probes=2
-    )
+    options = {"by": "tensor", "num_probes": 2, "rows": curvature == "newton"}
+    block_lr = blockopt.BlockLR(optimizer, model, curvature=curvature, every=1, **options)
     for step in range(STEPS[curvature]):
         optimizer.zero_grad()
         parallel.loss(step).backward()
