@@ -92,15 +92,13 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
     roles, so it is refused.
 
     Args:
-        curvature: See `BlockLR` for this and the next ten arguments.
+        curvature: See `BlockLR` for this and the next eight arguments.
         every: Optimizer steps from one refresh to the next.
         warmup: Optimizer steps before the first one counts.
-        until: The last optimizer step that a refresh may follow.
         power: The power of the curvature.
         bounds: The smallest and the largest scale.
         by: Which blocks share a scale.
         beta: The weight of the past in the smoothed scales.
-        fade: Optimizer steps after which all scales are 1 again.
         num_probes: Samples per batch.
         seed: The seed of these samples and of the batches.
         batch: A function that returns the batch for each refresh, instead of one that is drawn.
@@ -123,12 +121,10 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
         curvature: str | CurvatureFunction = defaults.CURVATURE,
         every: int | None = None,
         warmup: int = 0,
-        until: int | None = None,
         power: float | None = None,
         bounds: tuple[float, float] | None = None,
         by: Level = "role",
         beta: float | None = None,
-        fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
         batch: Callable[[], Batch] | None = None,
@@ -142,12 +138,10 @@ class BlockLRCallback(TrainerCallback):  # type: ignore[misc]
             "curvature": curvature,
             "every": every,
             "warmup": warmup,
-            "until": until,
             "power": power,
             "bounds": bounds,
             "by": by,
             "beta": beta,
-            "fade": fade,
             "num_probes": num_probes,
             "seed": seed,
         }

@@ -100,7 +100,6 @@ class BlockLR:
         every: Optimizer steps from one refresh to the next: by default 75 for SGD and 150 for all
             others.
         warmup: Optimizer steps before the first one counts.
-        until: The last optimizer step that a refresh may follow; from then on the scales stay.
         power: The power of the curvature, see `block_scales`: by default -1 for SGD, whose steps
             are as long as the gradient, and -1/2 for all others.
         bounds: The smallest and the largest scale: by default 1e-3 and 1e3 for SGD, 0.1 and 10 for
@@ -111,8 +110,6 @@ class BlockLR:
         rows: Whether rows of embeddings and heads differ, by how often their tokens stand in the
             text (see `table_rows.py`), instead of sharing the scale of their group. By default only
             for SGD: all other steps have been divided by the size of the row's gradient already.
-        fade: Optimizer steps after which all scales are 1 again: after step t the logarithm of a
-            scale is multiplied by `1 - t / fade`. None for never.
         num_probes: Samples per batch, for "analytic", "gauss_newton" and "hutchinson".
         seed: The seed of these samples, which differ from step to step.
 
@@ -150,13 +147,11 @@ class BlockLR:
         curvature: str | CurvatureFunction = defaults.CURVATURE,
         every: int | None = None,
         warmup: int = 0,
-        until: int | None = None,
         power: float | None = None,
         bounds: tuple[float, float] | None = None,
         by: Level = "role",
         beta: float | None = None,
         rows: bool | None = None,
-        fade: int | None = defaults.FADE,
         num_probes: int = 1,
         seed: int = 0,
     ) -> None:
@@ -167,10 +162,6 @@ class BlockLR:
         beta = usual.beta if beta is None else beta
         check_count("every", every)
         check_count("warmup", warmup, smallest=0)
-        if until is not None:
-            check_count("until", until, smallest=0)
-        if fade is not None:
-            check_count("fade", fade)
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta={beta}. Must be in [0, 1).")
         check_count("num_probes", num_probes)
@@ -178,7 +169,7 @@ class BlockLR:
         self._estimator = None if callable(curvature) else ESTIMATORS[curvature]
         self._needs_update = self._estimator is not None and self._estimator.needs_update
         self._num_probes, self._seed = num_probes, seed
-        self._every, self._warmup, self._until, self._fade = every, warmup, until, fade
+        self._every, self._warmup = every, warmup
         self._options = ScaleOptions(
             usual.power if power is None else power, usual.bounds if bounds is None else bounds, by
         )
@@ -252,10 +243,7 @@ class BlockLR:
         due = self._last_due(self.num_steps)
         if due > self._served and self._is_ready():
             self._served = due
-            if self._fade is not None and self.num_steps >= self._fade:
-                self._apply(self._log_scales)
-            else:
-                self._refresh(losses)
+            self._refresh(losses)
 
     def _is_ready(self) -> bool:
         """Whether the steps so far have left what the estimator needs of them."""
@@ -266,7 +254,6 @@ class BlockLR:
 
     def _last_due(self, number: int) -> int:
         """The last step up to this one that a refresh is due after, 0 if there is none."""
-        number = number if self._until is None else min(number, self._until)
         beyond = number - self._warmup - 1
         return number - beyond % self._every if beyond >= 0 else 0
 
@@ -300,7 +287,8 @@ class BlockLR:
             for name, log in self._hooks.rows.logs(blocks, numel, by, power).items():
                 logs[name] = logs[name] + log
         logs = centred(logs, numel)
-        self._apply(self._hooks.applicable(logs, numel))
+        self._log_scales |= self._hooks.applicable(logs, numel)
+        self._hooks.write(self._log_scales)
         self.history.append(
             Refresh.of(self.num_steps, curvature, self._log_scales, blocks, numel, self._options.by)
         )
@@ -331,11 +319,6 @@ class BlockLR:
                 known=self._known,
             )
         )
-
-    def _apply(self, logs: Mapping[str, Tensor]) -> None:
-        left = 1.0 if self._fade is None else max(0.0, 1 - self.num_steps / self._fade)
-        self._log_scales |= {name: left * log for name, log in logs.items()}
-        self._hooks.write(self._log_scales)
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings and tensors, which `torch.load(weights_only=True)` takes.

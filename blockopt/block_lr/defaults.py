@@ -9,7 +9,6 @@ import torch
 from blockopt.optim import BlockSGD
 
 CURVATURE = "newton"
-FADE = None  # optimizer steps after which all scales are 1 again; None for never
 
 
 class Rule(NamedTuple):

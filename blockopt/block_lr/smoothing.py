@@ -1,4 +1,4 @@
-"""From noisy measurements of the scales to those that are applied: smoothed, shrunk, faded."""
+"""From noisy measurements of the scales to those that are applied: smoothed and shrunk."""
 
 from __future__ import annotations
 

@@ -67,26 +67,6 @@ def test_the_first_refresh_moves_the_scales_by_its_share(beta):
         torch.testing.assert_close(scale, measured[name] ** (1 - beta), rtol=1e-5, atol=0)
 
 
-def test_scales_fade_to_one_and_then_cost_nothing():
-    calls = []
-
-    def curvature(model, _):
-        calls.append(block_lr.num_steps)
-        blocks = blockopt.find_blocks(model)
-        return {n: torch.full((b.num_blocks,), 1.0 + len(n)) for n, b in blocks.items()}
-
-    model, optimizer, block_lr = attached(curvature, every=1, beta=0.0, fade=4)
-    full = block_scales(curvature(model, None), model)["wte.weight"].log()
-    seen = []
-    for number in range(6):
-        take_step(model, optimizer, number)
-        block_lr.step()
-        seen.append(float(optimizer.block_scales()["wte.weight"].log()[0] / full[0]))
-    assert seen == pytest.approx([0.75, 0.5, 0.25, 0.0, 0.0, 0.0], abs=1e-6)
-    assert calls[1:] == [1, 2, 3]
-    assert all(bool((scale == 1).all()) for scale in optimizer.block_scales().values())
-
-
 def _seen(model, block_lr, seed):
     bits = random.Random(f"0 {block_lr.num_steps}").getrandbits(32)
     return gauss_newton(

@@ -196,7 +196,6 @@ def test_a_missing_loss_is_named_even_when_nothing_is_due(name):
         ({"every": 1.5}, "Invalid every=1.5"),
         ({"warmup": -1}, "Invalid warmup=-1. Must be an integer >= 0."),
         ({"warmup": None}, "Invalid warmup=None"),
-        ({"until": -1}, "Invalid until=-1. Must be an integer >= 0."),
         ({"beta": 1.0}, r"Invalid beta=1.0. Must be in \[0, 1\)."),
         ({"beta": -0.1}, "Invalid beta=-0.1"),
         ({"num_probes": 0}, "Invalid num_probes=0. Must be an integer >= 1."),
