@@ -137,7 +137,7 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _number_of_entries(module: nn.Module) -> int:
-    """Of its matrices."""
+    """Return how many entries the matrices of a module have."""
     return sum(p.numel() for p in module.parameters() if p.ndim > 1)
 
 

@@ -232,7 +232,7 @@ def _precision(report: HessianReport, dtype: str) -> str:
 
 def _print_cost(cost: Cost) -> None:
     each, longest = cost.seconds_per_product, cost.num_products * cost.seconds_per_product
-    products = f"about {cost.num_products:,} products, {each:.2g} s for one"
+    products = f"about {cost.num_products:,} products of {each:.2g} s each"
     print(f"{products}: up to {duration(longest)}", flush=True)
     if longest > LONG:
         print(

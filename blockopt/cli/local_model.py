@@ -135,7 +135,7 @@ def load_text(
             )
     else:
         tokens = torch.tensor(list(path.read_bytes()), dtype=torch.long)
-        what = "bytes, for want of a tokenizer"
+        what = "bytes, as there is no tokenizer"
         if size < 256:
             what += f"; {size} to 255 count as {size - 1}, the last of the vocabulary"
             tokens = tokens.clamp(max=size - 1)

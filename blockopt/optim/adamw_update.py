@@ -216,7 +216,7 @@ def _foreach_update(
     scaled: bool,
     found_inf: Tensor | None,
 ) -> None:
-    """The same from elementary operations."""
+    """Do the same by elementary operations."""
     beta1, beta2 = group["betas"]
     rates = [group["lr"] / correction for correction in _corrections(entries, beta1)]
     if scaled:

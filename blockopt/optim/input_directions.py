@@ -234,7 +234,7 @@ class OwnPart:
         return moved.movedim((0, 1), (out, inp)).to(dtype)
 
     def masked(self, columns: Tensor, width: int) -> Tensor:
-        """Of (stack, outputs, fused maps · width) what belongs to the map of each output.
+        """Return the part for the map of each output, of (stack, outputs, fused maps · width).
 
         Columns that all fused maps share are given once, and returned for each.
         """

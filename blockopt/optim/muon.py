@@ -207,7 +207,7 @@ class BlockMuon(BlockOptimizer):
         return [of_matrices + of_others for of_matrices, of_others in zip(norms, rest)]
 
     def _whole_magnitudes(self, work: Work, own: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Those of the other parameters: the matrices need none."""
+        """Return the magnitudes of the other parameters; the matrices need none."""
         others = [(group, _divide(entries)[1]) for group, entries in work]
         of_others = [some[len(some) - len(o) :] for some, (_, o) in zip(own, others)]
         return whole_mean_squares(others, of_others)

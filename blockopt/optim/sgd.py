@@ -124,7 +124,7 @@ class BlockSGD(BlockOptimizer):
         group: dict[str, Any],
         found_inf: Tensor | None,
     ) -> None:
-        """The same from elementary operations: for columns, tensor `lr` and `torch.compile`."""
+        """Do the same by elementary operations: for columns, tensor `lr` and `torch.compile`."""
         lr, momentum = group["lr"], group["momentum"]
         factors = []
         if self._scaled_step() or isinstance(lr, Tensor):

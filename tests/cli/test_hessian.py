@@ -113,7 +113,7 @@ def test_the_record_tells_how_the_numbers_came_about(tmp_path, text):
     assert found["dtype"] == "float32"
     assert (
         found["tokens"]
-        == "bytes, for want of a tokenizer; 11 to 255 count as 10, the last of the vocabulary"
+        == "bytes, as there is no tokenizer; 11 to 255 count as 10, the last of the vocabulary"
     )
     assert found["options"]["sequences"] == 3
     assert found["versions"]["torch"] == torch.__version__

@@ -74,7 +74,7 @@ def built_fit(G: Tensor, factors: Factors, top: int) -> KroneckerFit | None:
     true, leading = true.flip(0), vectors[:, -min(top, len(G)) :]
 
     def match(values: Tensor) -> Match:
-        """Of the matrix that has these eigenvalues on the columns of Q."""
+        """Compare with the matrix that has these eigenvalues on the columns of Q."""
         ordered, places = values.sort(descending=True)
         return Match(
             error=float((rotated - values.diag()).norm()) / norm,
@@ -142,7 +142,7 @@ def estimated_fit(
     trace = float((z * Gz).sum(0).mean())
 
     def match(values: Tensor) -> Match:
-        """Of the matrix that has these eigenvalues on products of columns of U and V."""
+        """Compare with the matrix of these eigenvalues on products of columns of U and V."""
         values = values.flatten()
         missed = (Gz - values[:, None] * z).square().sum(0)
         ratio = float(missed.mean() / squares.mean())

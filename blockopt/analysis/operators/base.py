@@ -281,7 +281,7 @@ class ModelOperator(ABC):
                 )
 
     def columns_at_once(self) -> int:
-        """As many as have `ENTRIES_AT_ONCE` activations, counted in a pass of the first batch."""
+        """Return how many columns have `ENTRIES_AT_ONCE` activations, by a pass of a batch."""
         if self._at_once is None:
             counter = _CountEntries()
 
