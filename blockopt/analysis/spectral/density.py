@@ -66,6 +66,10 @@ class SpectralDensity(Result):
     nodes: Tensor
     weights: Tensor
 
+    def __repr__(self) -> str:
+        ends = f"{float(self.nodes[0]):.3g} to {float(self.nodes[-1]):.3g}"
+        return f"SpectralDensity({len(self.nodes)} nodes from {ends})"
+
     @classmethod
     def of_eigenvalues(cls, values: Tensor) -> SpectralDensity:
         """Return the distribution of a vector of eigenvalues, all of equal weight."""

@@ -42,6 +42,10 @@ class Eigenpairs(Result):
     residuals: Tensor
     num_products: int
 
+    def __repr__(self) -> str:
+        listed = ", ".join(f"{value:.4g}" for value in self.values.tolist())
+        return f"Eigenpairs(values=[{listed}], num_products={self.num_products})"
+
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat dictionary per pair, without its vector."""
         pairs = zip(self.values.tolist(), self.residuals.tolist())

@@ -153,6 +153,7 @@ def test_density_of_a_diagonal_matrix_is_exact():
     expected = stats.norm.pdf(grid[:, None], loc=values, scale=0.3).mean(1)
     torch.testing.assert_close(found.density(grid, 0.3), torch.as_tensor(expected))
     two = SpectralDensity(torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.75]))
+    assert str(two) == "SpectralDensity(2 nodes from 0 to 1)"
     assert two.cdf(torch.tensor([0.0, 0.5, 1.0])).tolist() == [0.25, 0.25, 1.0]  # at or below
     log = found.on_log_axis(0.1)
     torch.testing.assert_close(

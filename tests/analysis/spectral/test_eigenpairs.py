@@ -39,7 +39,10 @@ def check(A, values, k, which, *, tolerance=1e-6, dtype=torch.float64):
 @pytest.mark.parametrize("name", SPECTRA)
 def test_small(name, k, which):
     """With room for a basis of the whole space."""
-    assert check(with_spectrum(SPECTRA[name]), SPECTRA[name], k, which).num_products <= 60
+    found = check(with_spectrum(SPECTRA[name]), SPECTRA[name], k, which)
+    assert found.num_products <= 60
+    assert repr(found).startswith(f"Eigenpairs(values=[{float(found.values[0]):.4g}")
+    assert "tensor" not in repr(found)  # vectors are not for reading
 
 
 LARGE = {
