@@ -76,11 +76,7 @@ class OptimizerHooks(ABC, Generic[AnyOptimizer]):
         """
 
     def collect_rows(self) -> None:
-        """Collect the squared gradients of the rows of tables from now on.
-
-        Raises:
-            ValueError: If the optimizer cannot give rows scales of their own.
-        """
+        """Collect the squared gradients of the rows of tables, which some optimizers can scale."""
         raise ValueError(
             f"Invalid rows=True with {type(self._optimizer).__name__}, which has one learning rate "
             "for all rows of a table. Take an optimizer of blockopt, or leave rows out."
@@ -256,7 +252,7 @@ class BlockOptimizerHooks(OptimizerHooks[BlockOptimizer]):
         self._refused = refused
 
     def collect_rows(self) -> None:
-        """Collect the squared gradients of the rows of tables from now on."""
+        """Collect the squared gradients of the rows of tables."""
         self.rows = TableRows()
 
     def _check(self) -> None:
