@@ -231,7 +231,9 @@ def test_what_cannot_be_read():
     with pytest.raises(ValueError, match="no map of role query, key, value"):
         attention_hessian(module, X, loss)
     module = NanoAttention(bias=True).double()
-    with pytest.raises(ValueError, match=r"The output of NanoAttention differs.*rotary and mask"):
+    with pytest.raises(
+        ValueError, match=r"The output of NanoAttention differs.*rotary, its layout, and mask"
+    ):
         attention_hessian(module, X, loss, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool))
     module.gate = nn.Linear(WIDTH, WIDTH).double()
     with pytest.raises(ValueError, match="it has a map of role 'gate', which no closed form has"):
