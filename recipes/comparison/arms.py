@@ -1,12 +1,12 @@
 """What is compared: an optimizer, where its block scales come from, and what is tuned.
 
 Most arms tune the learning rate, what they add to it, and weight decay, in this order. Shipped arms
-tune the learning rate only: weight decay is 0.1 and `BlockLR` has its defaults, as in the snippet
-of the README. Everything else is fixed, and equal where it means the same: betas (0.9, 0.95) for
-everything like Adam and (0.95, 0.95) for SOAP, momentum 0.9 for SGD and BlockMuon and 0.95 for
-torch's Muon (their defaults), clipping at
-norm 1, weight decay on matrices only. Arms that are not shipped refresh their scales about 20 times
-per run, one scale per role (`BlockLR(by="role")`).
+tune the learning rate only: weight decay is where others start (0.1; for SGD 0.001), and `BlockLR`
+has its defaults, as in the snippet of the README. Everything else is fixed, and equal where it
+means the same: betas (0.9, 0.95) for everything like Adam and (0.95, 0.95) for SOAP, momentum 0.9
+for SGD and BlockMuon and 0.95 for torch's Muon (their defaults), clipping at norm 1, weight decay
+on matrices only. Arms that are not shipped refresh their scales about 20 times per run, one scale
+per role (`BlockLR(by="role")`).
 
 A control takes power and decay from the arm that it controls, as tuned, and tunes its learning rate
 only: the scales are spread as far, and only their places differ.
@@ -30,8 +30,8 @@ from recipes.comparison.tuning import Axis
 
 REFRESHES = 20
 ADAM_LR, SGD_LR, MUON_LR = (Axis("lr", usual_lr(name)) for name in ("adamw", "sgd", "muon"))
+BLOCK_SGD_LR = Axis("lr", usual_lr("block-sgd"))
 DECAY, SGD_DECAY = Axis("weight_decay", 0.1, late=True), Axis("weight_decay", 1e-3, late=True)
-SHIPPED_DECAY = 0.1
 POWER = Axis("power", -0.5)
 RATIOS = (Axis("embedding_ratio", 1.0), Axis("vector_ratio", 1.0))
 
@@ -52,7 +52,8 @@ class Arm:
         control: None, "shuffled" or "inverted".
         base: The arm that a control takes its other tuned values from.
         ours: Whether the optimizer is blockopt's.
-        shipped: Whether everything but the learning rate is as shipped.
+        shipped_decay: Weight decay of an arm that is as shipped but for its learning rate; None for
+            an arm that tunes it.
     """
 
     name: str
@@ -64,12 +65,17 @@ class Arm:
     control: str | None = None
     base: str | None = None
     ours: bool = False
-    shipped: bool = False
+    shipped_decay: float | None = None
 
     def recipe(self) -> dict[str, Any]:
         """Return what decides a run besides the name and the tuned values; part of its key."""
         names = ("optimizer", "scales", "control")
         return {name: getattr(self, name) for name in names} | {"refreshes": REFRESHES}
+
+    @property
+    def shipped(self) -> bool:
+        """Whether everything but the learning rate is as shipped."""
+        return self.shipped_decay is not None
 
     @property
     def names(self) -> list[str]:
@@ -100,7 +106,7 @@ def _others() -> Iterator[Arm]:
 
 def _ours() -> Iterator[Arm]:
     bases = {
-        "block-sgd": ("BlockSGD", SGD_LR, SGD_DECAY, ": SGD with decoupled decay"),
+        "block-sgd": ("BlockSGD", BLOCK_SGD_LR, SGD_DECAY, ": SGD with decoupled decay"),
         "block-adamw": ("BlockAdamW", ADAM_LR, DECAY, ": AdamW itself, except for rounding"),
         "block-adamw-block": (
             "BlockAdamW by block",
@@ -151,17 +157,18 @@ def _controls(bases: Mapping[str, Arm]) -> Iterator[Arm]:
 
 def _shipped(bases: Mapping[str, Arm]) -> Iterator[Arm]:
     names = ("adamw", "muon", "block-adamw-block", "block-adamw+newton", "block-adamw-whitened")
-    names += ("block-adamw-whitened+newton", "block-muon", "block-muon+newton")
+    names += ("block-adamw-whitened+newton", "block-muon", "block-muon+newton", "block-sgd+newton")
     for base in (bases[name] for name in names):
+        decay = next(axis.start for axis in base.space if axis.name == "weight_decay")
         yield Arm(
             f"shipped-{base.name}",
             base.title,
-            f"{base.title} as shipped, weight decay {SHIPPED_DECAY:g}",
+            f"{base.title} as shipped, weight decay {decay:g}",
             base.optimizer,
             base.space[:1],
             scales=base.scales,
             ours=base.ours,
-            shipped=True,
+            shipped_decay=decay,
         )
 
 
@@ -202,7 +209,7 @@ def build(
         raise ValueError(
             f"Invalid hyperparameters {given} of {arm.name}. Must be {sorted(arm.names)}."
         )
-    decay = SHIPPED_DECAY if arm.shipped else values["weight_decay"]
+    decay = values["weight_decay"] if arm.shipped_decay is None else arm.shipped_decay
     optimizer = build_optimizer(arm.optimizer, model, values["lr"], weight_decay=decay)
     _scale_groups(optimizer, model, values)
     if scales:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from recipes.comparison.arms import SHIPPED_DECAY
 from recipes.comparison.paired_statistics import Estimate, verdict
 from recipes.comparison.rows import SAME, Comparison, Pair, Row
 
@@ -71,8 +70,8 @@ def tuned_axes(row: Row) -> str:
     """Return what was tuned for an arm, and where its other hyperparameters come from."""
     arm = row.outcome.arm
     text = ", ".join(axis.name for axis in row.outcome.space)
-    if arm.shipped:
-        text += f"; weight_decay {SHIPPED_DECAY:g} and the rest as shipped"
+    if arm.shipped_decay is not None:
+        text += f"; weight_decay {arm.shipped_decay:g} and the rest as shipped"
     if row.outcome.fixed:
         text += f"; {', '.join(row.outcome.fixed)} from {arm.base}"
     return text
@@ -267,8 +266,8 @@ def caveats(comparison: Comparison) -> list[str]:
         said.append("Arms were tuned at the main length only; other lengths reuse what was found.")
     if any(row.outcome.arm.shipped for row in rows):
         said.append(
-            "Only the learning rate was tuned for the shipped arms. Weight decay is "
-            f"{SHIPPED_DECAY:g}, betas are (0.9, 0.95), and BlockLR has its defaults."
+            "Only the learning rate was tuned for the shipped arms; their weight decay is in the "
+            "table of tuned values. Betas are (0.9, 0.95), and BlockLR has its defaults."
         )
     untried: dict[str, list[str]] = {}
     for row in rows:

@@ -35,7 +35,8 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse._Argume
     group = parser.add_argument_group("optimizer")
     add = group.add_argument
     add("--optimizer", default="block-adamw", metavar="NAME", help=", ".join(NAMES))
-    usual = "the highest learning rate (default: 0.3 for SGD, 0.01 for Muon, 0.003 for all others)"
+    usual = "the highest learning rate "
+    usual += "(default: 0.3 for SGD, 0.15 for BlockSGD, 0.01 for Muon, 0.003 for all others)"
     add("--lr", type=float, help=usual)
     add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
     about = "blocks of a parameter or pattern, as for `blockopt describe`; may be repeated"

@@ -124,11 +124,13 @@ def test_shipped_arms_tune_their_learning_rate_only():
         assert [axis.name for axis in arm.space] == ["lr"]
         training = build(arm, GPT2(MODEL), {"lr": 1e-3}, steps=1200, seed=5)
         decays = {group["weight_decay"] for group in training.optimizer.param_groups}
-        assert decays == {0.0, 0.1}
+        assert decays == {0.0, 1e-3 if "sgd" in arm.name else 0.1}
         assert (training.block_lr is None) == (arm.scales is None)
-    training = build(ARMS["shipped-block-muon+newton"], GPT2(MODEL), {"lr": 1e-3}, steps=9, seed=5)
-    plain = GPT2(MODEL)
-    default = blockopt.BlockLR(blockopt.BlockMuon(blockopt.param_groups(plain), lr=1e-3), plain)
-    for name, value in vars(default).items():
-        if isinstance(value, (int, float, str, dict)):
-            assert getattr(training.block_lr, name) == value
+    for kind, optimizer in (("sgd", blockopt.BlockSGD), ("muon", blockopt.BlockMuon)):
+        arm = ARMS[f"shipped-block-{kind}+newton"]
+        training = build(arm, GPT2(MODEL), {"lr": 1e-3}, steps=9, seed=5)
+        plain = GPT2(MODEL)
+        default = blockopt.BlockLR(optimizer(blockopt.param_groups(plain), lr=1e-3), plain)
+        for name, value in vars(default).items():
+            if isinstance(value, (int, float, str, dict)):
+                assert getattr(training.block_lr, name) == value

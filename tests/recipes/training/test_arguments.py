@@ -96,7 +96,8 @@ def test_one_rank_says_what_is_wrong(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "lr"), [("block-muon", 1e-2), ("sgd", 0.3), ("block-adamw-block", 3e-3)]
+    ("optimizer", "lr"),
+    [("block-muon", 1e-2), ("sgd", 0.3), ("block-sgd", 0.15), ("block-adamw-block", 3e-3)],
 )
 def test_the_learning_rate_is_that_of_the_optimizer(optimizer, lr):
     assert parse(["--optimizer", optimizer]).lr == lr
