@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -157,6 +158,13 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             check_learning_rate(group["lr"])
             self._init_group(group)
             work += [(group, entries) for entries in by_device(self._entries(group))]
+        if not work and not self.state and not is_recorded():
+            warnings.warn(
+                f"No parameter of this {type(self).__name__} has a gradient, so step() has changed "
+                "nothing. Call backward() on a loss of the model whose parameters it has. Some "
+                "wrappers, such as FSDP1, replace parameters: build the optimizer after them.",
+                stacklevel=5,
+            )
         magnitudes = self._magnitudes(work)
         exchanges = self._replicas is not None or self._adds_over_ranks()
         found_inf, checked = self._refused.check(

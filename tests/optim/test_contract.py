@@ -131,10 +131,18 @@ def test_parameters_without_gradient_stay(make):
         assert moved == (step == 1, step == 1)
 
 
-def test_step_without_any_gradient_does_nothing(make):
-    model, untouched = tiny_gpt(), tiny_gpt()
-    make(blockopt.param_groups(model)).step()
-    assert_same_weights(model, untouched)
+def test_step_without_any_gradient_does_nothing_and_says_so(make):
+    model = tiny_gpt()
+    before = copy.deepcopy(model)
+    optimizer = make(blockopt.param_groups(model))
+    token_loss(before).backward()  # of another model than the optimizer's
+    with pytest.warns(UserWarning, match="No parameter of this Block.* has a gradient") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    assert_same_weights(model, before)
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    optimizer.step()  # from then on as in `torch.optim`: nothing, in silence
 
 
 def test_gradient_scaler_accumulation_and_clipping(make):
