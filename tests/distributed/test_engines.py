@@ -188,13 +188,17 @@ def fsdp1_equals_torch_or_refuses(rank):
 
         with pytest.raises(ValueError, match=r"FSDP1 .*fully_shard"):
             blockopt.param_groups(wrapped())
+        model = tiny_gpt(dtype=torch.float64)
+        groups = blockopt.param_groups(model)
+        early = blockopt.BlockAdamW(groups, lr=1e-2)  # before its parameters are replaced
+        FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
         if original:
-            model = tiny_gpt(dtype=torch.float64)
-            groups = blockopt.param_groups(model)
-            FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
             for cls in (blockopt.BlockAdamW, blockopt.BlockSGD, blockopt.BlockMuon):
                 with pytest.raises(ValueError, match=r"If FSDP1 .* use FSDP2"):
                     cls(groups, lr=1e-2)
+        else:
+            with pytest.warns(UserWarning, match=r"FSDP1, replace parameters"):
+                early.step()
         for ours, theirs, options in (
             (blockopt.BlockAdamW, torch.optim.AdamW, {"lr": 1e-2}),
             (blockopt.BlockSGD, torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
