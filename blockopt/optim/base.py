@@ -335,10 +335,10 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
         """Return the state, as in `torch.optim`.
 
         Raises:
-            FloatingPointError: If the last step was refused on an accelerator, and nobody knows it
-                yet. The next call returns the state.
+            FloatingPointError: If the last step was refused on an accelerator, or a replay of a
+                CUDA graph, and nobody knows it yet. The next call returns the state.
         """
-        self._refused.settle()
+        self._refused.settle(replays=True)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

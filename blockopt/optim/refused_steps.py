@@ -63,6 +63,7 @@ class RefusedSteps:
         self._total: Tensor | None = None  # the same count, on the device
         self._checked: Checked | None = None
         self._open: HostCopy | None = None  # of the total after the last step, not read yet
+        self._replayed = False  # whether a CUDA graph adds to the total, unseen by the host
         self._error: FloatingPointError | None = None
         self._missing: int | None = None  # which gradients the last step had none of
 
@@ -121,7 +122,7 @@ class RefusedSteps:
             self._total = torch.full_like(found_inf, float(self.count))
         self._total += found_inf
         if is_captured():
-            self._checked = checked
+            self._checked, self._replayed = checked, True
             return  # a replay adds to the total, which `read` looks at when it is asked
         self.look()
         self._checked, self._open = checked, HostCopy(self._total)
@@ -129,13 +130,18 @@ class RefusedSteps:
             self.look()
         self._raise()
 
-    def settle(self) -> None:
+    def settle(self, replays: bool = False) -> None:
         """Read what the last step has left open.
+
+        Args:
+            replays: Whether to look at all replays of a CUDA graph too, which waits for them.
 
         Raises:
             FloatingPointError: If that step was refused, and that is an error.
         """
         if not is_recorded():
+            if replays and self._replayed:
+                self.read()
             self.look()
             self._raise()
 
@@ -170,6 +176,8 @@ class RefusedSteps:
         where = f"in {len(bad)} of {len(names)} parameters ({shown})"
         if not bad:
             where = "on another rank, or a gradient that is missing (None) on some ranks only"
+            if self._replayed:
+                where += ", or in a replay of the CUDA graph before the last one"
         message = (
             f"Non-finite gradient {where}, refused step number {self.count} of this optimizer. No "
             "weight and no state was changed."

@@ -207,6 +207,24 @@ def test_saving_tells_a_bad_gradient_once():
     assert optimizer.state_dict()["state"]
 
 
+def test_saving_tells_of_a_bad_gradient_in_any_replay():
+    """No host code runs in a replay, so nothing else would tell."""
+    _, (model, optimizer) = make_pair(OPTIMIZERS["adamw"])
+    graph = Graph()
+    give_gradients(model, 0)
+    optimizer.step()
+    with graph.recording():
+        optimizer.step()
+    for step, bad in enumerate((math.nan, None)):
+        give_gradients(model, step, bad)
+        graph.replay()
+    with waiting_allowed():
+        with pytest.raises(FloatingPointError, match="in a replay of the CUDA graph before"):
+            optimizer.state_dict()
+        assert optimizer.state_dict()["state"]
+        assert optimizer.nonfinite_steps == 1
+
+
 def test_the_next_step_waits_for_the_flag_alone():
     _, (model, optimizer) = make_pair(OPTIMIZERS["adamw"])
     Event.waited = 0
