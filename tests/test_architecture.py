@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "block_lr": {"curvature", "measure", "optim", "blocks", "distributed"},
     "huggingface": {"block_lr", "curvature", "measure", "optim", "blocks", "distributed"},
     "": {"block_lr", "curvature", "measure", "optim", "blocks"},  # blockopt/__init__.py
-    "cli": {"", "analysis", "blocks"},
+    "cli": {"", "analysis", "block_lr", "blocks"},
     "__main__": {"cli"},
 }
 

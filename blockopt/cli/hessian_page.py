@@ -16,6 +16,7 @@ import blockopt
 from blockopt.analysis.model_report import HessianReport, place
 from blockopt.analysis.plots.axes import new_figure, role_color
 from blockopt.analysis.results import html_table
+from blockopt.block_lr.defaults import FOR_SGD, USUAL
 from blockopt.blocks import BlockGroup, Blocks, Level, block_groups
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _in_short(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
     sharp = sorted(heads, key=heads.__getitem__, reverse=True)[:3]
     text = ""
     if sharp:
-        named = "; ".join(f"{g.role}, {place(g)} ({heads[g]:.2g})" for g in sharp)
+        named = "; ".join(f"{g.role}, {place(g)} ({_with_error(report, g)})" for g in sharp)
         text = f"These heads are sharp, by mean curvature: {named}. "
     flat = order[::-1][: min(3, len(order) // 2)]  # at most half of them
     if flat:
@@ -105,8 +106,8 @@ def _in_short(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
     if scales:
         slow, fast = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
         text += (
-            f"BlockLR would multiply the learning rate of {slow} by {scales[slow]:.2g} and that of "
-            f"{fast} by {scales[fast]:.2g}."
+            f"BlockLR would slowly bring the learning rate of {slow} to {scales[slow]:.2g} times "
+            f"what it is, and that of {fast} to {scales[fast]:.2g} times."
         )
     return ["<h2>In short</h2>", _paragraph(text)] if text else []
 
@@ -158,6 +159,7 @@ def _sharp_and_flat(report: HessianReport, plots: Mapping[str, bytes]) -> list[s
             {
                 "head": f"{group.role}, {place(group)}",
                 "mean curvature": heads[group],
+                "±": report.blocks[group].trace.standard_error / report.blocks[group].dimension,
                 "over the median of its role": _ratio(heads[group], middle[group.role]),
                 "largest eigenvalue": _top(report, group),
             }
@@ -182,7 +184,7 @@ def _block_lr(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
     found, means = role_scales(report, model, blocks), mean_by_role(report)
     if not found:
         return []
-    estimator = ESTIMATORS[report.matrix]
+    estimator, (low, high) = ESTIMATORS[report.matrix], USUAL.bounds
     positive = {role: mean for role, mean in means.items() if mean > 0}
     before = max(positive.values()) / min(positive.values())
     moved = [mean * found[role] for role, mean in positive.items()]
@@ -199,16 +201,22 @@ def _block_lr(report: HessianReport, model: nn.Module, blocks: Mapping[str, Bloc
         "<h2>What BlockLR does about it</h2>",
         _paragraph(
             "With one learning rate, learning rate times mean curvature differs between roles by a "
-            f"factor of {before:.2g}. BlockLR multiplies the learning rate of each role by "
-            "(curvature / reference)^(-1/2), within 0.1 to 10, with a geometric mean of 1 over all "
-            "weights. From the numbers above it gives the factors below, and leaves a factor of "
+            f"factor of {before:.2g}. For each role BlockLR aims at (curvature / reference)"
+            f"^({USUAL.power:g}), within {low:g} to {high:g}, with a geometric mean of 1 over all "
+            "weights. From the numbers above it gets the factors below, which leave a factor of "
             f"{after:.2g}."
+        ),
+        _paragraph(
+            "It goes there slowly: factors begin at 1, and each refresh, every "
+            f"{USUAL.every} steps, takes them {1 - USUAL.beta:.0%} of the way that is left in "
+            "logarithms, and less where measurements disagree. Under SGD it aims at the power "
+            f"{FOR_SGD.power:g}, and goes {1 - FOR_SGD.beta:.0%} of the way."
         ),
         _picture(_png(_scales_figure(found)), "Multipliers of the learning rate by role"),
         html_table(rows),
         f"<pre>{html.escape(snippet)}</pre>",
         _paragraph(
-            "These are multipliers at this one point of training. BlockLR measures them again as "
+            "These are the factors at this one point of training. BlockLR measures them again as "
             "training goes on. Its default curvature, 'newton', also sees gradients and updates."
         ),
     ]
@@ -322,6 +330,13 @@ def _paragraph(text: str) -> str:
 
 def _ratio(value: float, other: float) -> float | None:
     return value / other if other > 0 else None
+
+
+def _with_error(report: HessianReport, group: BlockGroup) -> str:
+    """Return the mean curvature of a block, with its standard error if it has one."""
+    block = report.blocks[group]
+    mean, error = (n / block.dimension for n in (block.trace.value, block.trace.standard_error))
+    return f"{mean:.2g} ± {error:.1g}" if error > 0 else f"{mean:.2g}"
 
 
 def _top(report: HessianReport, group: BlockGroup) -> float | None:

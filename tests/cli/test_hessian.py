@@ -304,6 +304,14 @@ def test_samples_measure_all_heads_and_the_page_leads_to_learning_rates(tmp_path
     scales = blockopt.block_scales(curvature, model, blocks)
     value = float(scales["transformer.wte.weight"][0])
     assert f"<td>embedding</td><td>{traces[0]:.3g}</td><td>{value:.3g}</td>" in page
+    # They are where BlockLR goes, not where it is after one refresh
+    assert "every 150 steps, takes them 10% of the way that is left" in page
+    # What is called sharp has its standard error
+    heads = [b for k, b in found["report"]["blocks"].items() if "weight" in k and " head " in k]
+    first = max(heads, key=lambda b: b["trace"]["value"] / b["dimension"])
+    mean, error = (first["trace"][k] / first["dimension"] for k in ("value", "standard_error"))
+    assert f"({mean:.2g} ± {error:.1g})" in page.partition("These heads are sharp")[2][:200]
+    assert f"<td>{mean:.3g}</td><td>{error:.3g}</td>" in sharpest
 
 
 def test_only_small_curvature_is_called_flat(tmp_path, text, monkeypatch):

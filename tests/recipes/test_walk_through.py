@@ -33,7 +33,7 @@ def test_a_checkpoint_leads_to_one_page(monkeypatch, tmp_path, capfd):
     assert "layer 0 head" in said
     assert "bias, layer" not in said
     assert "These roles are flat" in said
-    assert "BlockLR would multiply the learning rate of" in said
+    assert "BlockLR would slowly bring the learning rate of" in said
 
 
 def test_a_model_needs_a_text(monkeypatch, tmp_path, capsys):
