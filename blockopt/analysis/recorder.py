@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from blockopt.analysis.model_report import HessianReport
 from blockopt.analysis.plots.training import curvature_over_training
 from blockopt.analysis.report import hessian_report
 from blockopt.analysis.results import Result
-from blockopt.blocks import block_groups, block_sum, find_blocks
+from blockopt.blocks import Blocks, block_groups, block_sum, find_blocks
 from blockopt.files import write_whole
 from blockopt.measure.closures import Losses, trainable_parameters
 
@@ -40,6 +40,8 @@ class HessianRecorder(Result):
         steps: The steps after which to measure; 0 is before the first one.
         measure: Returns the report of a step. By default the Hessian by head with few probes; pass
             `functools.partial(sampled_report, num_samples=8)` for a large model.
+        blocks: What `measure` was given as `blocks`, if it was: the weights are cut in the same way
+            for their norms. Found in the model by default.
         path: A JSON file that is written, whole, after every measurement. If it is there, the
             recorder goes on from it.
 
@@ -65,9 +67,10 @@ class HessianRecorder(Result):
         steps: Iterable[int],
         *,
         measure: Measure = by_head,
+        blocks: Mapping[str, Blocks] | None = None,
         path: Path | str | None = None,
     ) -> None:
-        self._model, self._measure = model, measure
+        self._model, self._measure, self._blocks = model, measure, blocks
         self._losses = losses if callable(losses) else list(losses)
         self._path, self._steps = None if path is None else Path(path), frozenset(steps)
         wrong = [step for step in self._steps if not isinstance(step, int) or step < 0]
@@ -136,11 +139,19 @@ class HessianRecorder(Result):
 
     def _weight_norms(self, report: HessianReport) -> list[float]:
         """The norm of the weights of each block of the report."""
-        blocks = find_blocks(self._model, per_head=report.by == "head", per_row=())
+        blocks = self._blocks
+        if blocks is None:
+            blocks = find_blocks(self._model, per_head=report.by == "head", per_row=())
         groups, numbers = block_groups(blocks, report.by)  # type: ignore[arg-type]
         squares = dict.fromkeys(groups, 0.0)
         for name, p in trainable_parameters(self._model).items():
             sums = block_sum(p.detach().double().square(), blocks[name].split)
             for number, square in zip(numbers[name].tolist(), sums.tolist()):
                 squares[groups[number]] += square
+        unknown = [group for group in report.blocks if group not in squares]
+        if unknown:
+            raise ValueError(
+                f"Invalid blocks: they have no {str(unknown[0])!r}, which was measured. Must be "
+                "those that the measurement was given, HessianRecorder(..., blocks=blocks)."
+            )
         return [squares[group] ** 0.5 for group in report.blocks]

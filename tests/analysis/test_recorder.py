@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from blockopt import find_blocks
 from blockopt.analysis import Probes, hessian_report
 from blockopt.analysis.recorder import HessianRecorder
 from blockopt.cli.local_model import next_token_losses
@@ -61,6 +62,23 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path):
     again.step(2)  # a run that goes on from step 1
     assert [record["step"] for record in again.records] == [1, 2]
     assert again.records[1]["loss"] == recorder.records[2]["loss"]  # of the weights as they are
+
+
+def test_blocks_that_the_measurement_was_given():
+    model, ids = small_model()
+    losses = next_token_losses(model, ids, 8)
+    blocks = find_blocks(model, overrides={"transformer.wpe.weight": "other"}, per_row=())
+    given = functools.partial(
+        hessian_report, by="head", only=["wpe.weight"], blocks=blocks, probes=PROBES
+    )
+    recorder = HessianRecorder(model, losses, [0], measure=given, blocks=blocks)
+    recorder.step(0)
+    (block,) = recorder.records[0]["blocks"]
+    assert block["role"] == "other"
+    norm = float(model.transformer.wpe.weight.norm())
+    assert block["weight_norm"] == pytest.approx(norm)
+    with pytest.raises(ValueError, match=r"they have no 'transformer\.wpe\.weight other', which"):
+        HessianRecorder(model, losses, [0], measure=given).step(0)
 
 
 def test_errors():
