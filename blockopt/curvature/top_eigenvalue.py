@@ -38,7 +38,8 @@ def top_eigenvalue(
     groups with few large eigenvalues, as transformers have them. Every product takes a forward
     pass, a gradient with its graph, and a backward pass per group: for the ten roles of a GPT and 8
     products about 180 gradients per batch. Refresh rarely. Other entries of the Hessian, between
-    groups, play no part. `analysis.top_eigenpairs` has those of any operator.
+    groups, play no part. `analysis.top_eigenpairs` has those of any operator, and from a few
+    gradients per batch `analysis.sampled_report` has a rough λ_max of all Gauss-Newton blocks.
 
     Attention runs on the math kernel, and compiled models run eagerly.
 
