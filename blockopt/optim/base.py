@@ -32,6 +32,10 @@ from blockopt.optim.refused_steps import RefusedSteps
 from blockopt.optim.scale_runs import ScaleRun, scale_runs
 
 BLOCK_LR = "block_lr"  # where the first group of a checkpoint carries the state of `BlockLR`
+WITHOUT_GRADIENT = (
+    "No parameter of this {} has a gradient, so step() has changed nothing. Call backward() on its "
+    "model, and build the optimizer after wrappers that replace parameters, such as FSDP1."
+)
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -159,12 +163,7 @@ class BlockOptimizer(torch.optim.Optimizer, ABC):
             self._init_group(group)
             work += [(group, entries) for entries in by_device(self._entries(group))]
         if not work and not self.state and not is_recorded():
-            warnings.warn(
-                f"No parameter of this {type(self).__name__} has a gradient, so step() has changed "
-                "nothing. Call backward() on a loss of the model whose parameters it has. Some "
-                "wrappers, such as FSDP1, replace parameters: build the optimizer after them.",
-                stacklevel=5,
-            )
+            warnings.warn(WITHOUT_GRADIENT.format(type(self).__name__), stacklevel=5)
         magnitudes = self._magnitudes(work)
         exchanges = self._replicas is not None or self._adds_over_ranks()
         found_inf, checked = self._refused.check(

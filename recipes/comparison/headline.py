@@ -22,8 +22,12 @@ from recipes.comparison.paired_statistics import estimate, paired_difference
 from recipes.comparison.plots import LIGHT
 
 ROOT = Path(__file__).resolve().parents[1]
-TITLES = {"stdlib": "Python's standard library", "english": "documentation in English"}
-BASELINES = {"block-muon": "shipped-muon", "block-adamw": "adamw-groups"}
+TITLES = {"stdlib": "Python's standard library", "linux": "documentation of Linux"}
+BASELINES = {
+    "block-muon": "shipped-muon",
+    "block-adamw": "adamw-groups",
+    "block-sgd": "shipped-adamw",
+}
 
 Losses = dict[str, dict[str, dict[int, float]]]
 
@@ -73,22 +77,20 @@ def against(arm: str, by_arm: dict[str, dict[int, float]]) -> str:
 
 def draw(found: Losses) -> Figure:
     """Draw a bar per arm with the 95 % interval of its mean, a panel per corpus."""
-    found = dict(sorted(found.items(), key=lambda item: -len(item[1])))
-    heights = [max(2, len(arms)) for arms in found.values()]
-    figure = Figure(figsize=(7.8, 1.4 + 0.36 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (corpus, arms) in zip(panels, found.items()):
-        estimates = [estimate([*by_seed.values()]) for by_seed in arms.values()][::-1]
-        names = list(arms)[::-1]
+    arms = list(next(iter(found.values())))[::-1]
+    figure = Figure(figsize=(9.4, 1.3 + 0.36 * len(arms)), layout="constrained")
+    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (corpus, by_arm) in zip(panels, found.items()):
+        estimates = [estimate([*by_arm[arm].values()]) for arm in arms]
         start = min(e.low for e in estimates) - 0.15
         end = max(e.high for e in estimates)
-        for height, (name, value) in enumerate(zip(names, estimates)):
-            color = LIGHT.ours if ARMS[name].ours else LIGHT.neutral
+        for height, (arm, value) in enumerate(zip(arms, estimates)):
+            color = LIGHT.ours if ARMS[arm].ours else LIGHT.neutral
             axes.barh(height, value.mean - start, left=start, height=0.72, color=color)
             axes.plot([value.low, value.high], [height, height], color=LIGHT.text, linewidth=1.6)
             axes.text(value.high, height, f" {value.mean:.2f}", va="center", fontsize=9)
-        axes.set_yticks(range(len(names)), [ARMS[name].title for name in names])
-        axes.set_xlim(start, end + 0.12 * (end - start))
+        axes.set_yticks(range(len(arms)), [ARMS[arm].title for arm in arms])
+        axes.set_xlim(start, end + 0.15 * (end - start))
         axes.set_title(TITLES[corpus], fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     colors = {"blockopt": LIGHT.ours, "torch": LIGHT.neutral}

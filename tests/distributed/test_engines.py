@@ -197,7 +197,7 @@ def fsdp1_equals_torch_or_refuses(rank):
                 with pytest.raises(ValueError, match=r"If FSDP1 .* use FSDP2"):
                     cls(groups, lr=1e-2)
         else:
-            with pytest.warns(UserWarning, match=r"FSDP1, replace parameters"):
+            with pytest.warns(UserWarning, match=r"replace parameters, such as FSDP1"):
                 early.step()
         for ours, theirs, options in (
             (blockopt.BlockAdamW, torch.optim.AdamW, {"lr": 1e-2}),
