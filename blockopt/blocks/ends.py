@@ -12,10 +12,12 @@ from blockopt.blocks.known_modules import (
     HEAD_WORDS,
     POSITION_WORDS,
     TOKEN_WORDS,
+    WIDENED_HEAD_TYPES,
 )
 from blockopt.blocks.layouts import Layout, Layouts, rows_layouts
 from blockopt.blocks.linear_maps import (
     Linear,
+    is_named,
     only_map,
     read_linear,
     stored_weight,
@@ -60,7 +62,8 @@ def free_parameter_layouts(module: nn.Module) -> Layouts:
         said = set(words(name))
         if name in ("weight", "bias") or parameter.ndim == 0:
             continue
-        if (POSITION_WORDS - {"r", "time"}) & said or name == "rel_pos":
+        # Attention biases are a table: one number for each distance and head, as of LeViT.
+        if (POSITION_WORDS - {"r", "time"}) & said or name in ("rel_pos", "attention_biases"):
             found[parameter] = Layout(("position",))
         elif "bias" in said:
             found[parameter] = Layout(("bias",))
@@ -150,6 +153,10 @@ def vocabulary_layouts(modules: Mapping[str, nn.Module], per_row: Collection[str
     }
     found: Layouts = {}
     for module in outside.values():
+        if is_named(module, *WIDENED_HEAD_TYPES):
+            weight: Tensor = module.dense.weight  # type: ignore[union-attr, assignment]
+            columns = Linear(weight, None, 1, 0, weight.shape[1], weight.shape[0])
+            found |= rows_layouts(columns, ("head",), per_row)
         linear = read_linear(module)
         if linear is not None and (linear.out_size, linear.in_size) in tables:
             square = linear.out_size == linear.in_size

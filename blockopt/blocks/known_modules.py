@@ -58,6 +58,8 @@ GROUPED_TYPES = (
 )
 # Attention whose query projection holds a gate too: in each head the query, then the gate.
 GATED_QUERY_TYPES = ("Qwen3NextAttention",)
+# A convolution between two gates, all three made by one map: gate, gate, value.
+GATED_CONVOLUTION_TYPES = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 # These names are in use for both orders.
 UNKNOWN_ORDER_NAMES = ("query_key_value", "key_value")
 
@@ -86,7 +88,9 @@ GATE_AND_INPUT = (
 # One map for both: the order of its halves, by type first, then by name.
 GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")
 GATE_FIRST_TYPES = ("MoshiGatingMLP", "KyutaiSpeechToTextGatingMLP")
-INPUT_FIRST_TYPES = ("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP")
+INPUT_FIRST_TYPES = (
+    *("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP", "MoonshineStreamingDecoderMLP"),
+)
 GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g", "wg"}
 OUT_WORDS_OF_MLP = {"down", "out", "output", "wo", "o"}
 MLP_TYPE_WORDS = {
@@ -107,5 +111,10 @@ HEAD_NAMES = {
     *("decoder", "embed_out", "qa_outputs", "vocab_projector", "seq_relationship", "output"),
     *("output_projection", "generator"),
 }
+# Heads whose `dense` holds what the embedding is too narrow for, one column for each token.
+WIDENED_HEAD_TYPES = ("MobileBertLMPredictionHead",)
 # The time constants of state-space and linear-attention layers.
-TIME_CONSTANTS = {"A_log", "D", "A", "dt_bias", "dt_proj", "time_decay", "time_first", "time_faaaa"}
+TIME_CONSTANTS = {
+    *("A_log", "D", "A", "dt_bias", "dt_proj", "dt_proj_weight"),
+    *("time_decay", "time_first", "time_faaaa"),
+}

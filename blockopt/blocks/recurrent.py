@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from blockopt.blocks.known_modules import TIME_CONSTANTS
+from blockopt.blocks.known_modules import GATED_CONVOLUTION_TYPES, TIME_CONSTANTS
 from blockopt.blocks.layouts import (
     Layout,
     Layouts,
@@ -31,7 +31,7 @@ def recurrent_layouts(module: nn.Module, per_head: bool) -> Layouts:
     layouts = _stacked_gates(module)
     if into is not None and out is not None and _has_time_constants(module):
         layouts |= _state_space(module, maps, into, out)
-    elif into is not None and out is not None and is_named(module, "Lfm2ShortConv"):
+    elif into is not None and out is not None and is_named(module, *GATED_CONVOLUTION_TYPES):
         roles, sizes = ("gate", "gate", "value"), (out.in_size,) * 3
         layouts |= output_cut(into, roles, Split(0, sizes, (1, 1, 1)))
         layouts |= whole_layouts(out, "output")

@@ -1,6 +1,9 @@
 """Modules that look like known ones, but are not."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from torch import nn
 
 from blockopt import Split, find_blocks
@@ -72,3 +75,17 @@ def test_layer_is_the_index_into_the_list_of_layers():
     blocks = find_blocks(nn.Sequential(encoder, nn.Linear(16, 2)))
     assert blocks["0.layers.2.self_attn.out_proj.weight"].layer == 2
     assert blocks["1.weight"].layer is None
+
+
+def test_the_gate_of_streaming_moonshine_is_the_second_half():
+    from transformers.models.moonshine_streaming import modeling_moonshine_streaming as moonshine
+
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6)
+    mlp = moonshine.MoonshineStreamingDecoderMLP(config, "silu")
+    assert find_blocks(mlp)["fc1.weight"].roles == ("mlp_in", "mlp_gate")
+    x, shift = torch.randn(3, 4), mlp.fc2.bias
+    with torch.no_grad():
+        before = mlp(x) - shift
+        mlp.fc1.weight[:6] *= 2
+        mlp.fc1.bias[:6] *= 2
+        torch.testing.assert_close(mlp(x) - shift, 2 * before)  # linear, as no gate is

@@ -1,5 +1,7 @@
 """Weights that are stored otherwise than as one matrix, and what does not decay."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from blockopt import Split, find_blocks, param_groups
+from tests.helpers.every_model import build_transformers
 from tests.helpers.expected_blocks import cut
 from tests.helpers.models import timm_vit
 
@@ -84,6 +87,51 @@ def test_time_constants_do_not_decay(kind):
     assert constants
     assert not any(found[name] for name in constants)
     assert all(found[name] for name in found if name.endswith("in_proj.weight"))
+
+
+def test_steps_of_zamba_in_one_parameter_do_not_decay():
+    found = decays(build_transformers("zamba"))
+    assert not found["model.layers.0.mamba.dt_proj_weight"]
+    assert found["model.layers.0.mamba.x_proj_weight"]
+
+
+@pytest.mark.parametrize("family", ["Lfm2", "Lfm2Moe"])
+def test_a_convolution_between_gates_has_the_roles_of_attention(family):
+    config = getattr(transformers, f"{family}Config")(
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2},
+        layer_types=["conv", "full_attention"],
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}Model")(config)
+    blocks = find_blocks(model)
+    entry = blocks["layers.0.conv.in_proj.weight"]
+    assert entry.roles == ("gate", "gate", "value")
+    assert entry.split == Split(0, (16,) * 3, (1,) * 3)
+    assert blocks["layers.0.conv.out_proj.weight"].roles == ("output",)
+
+
+def test_what_mobilebert_adds_to_its_embedding_in_the_head_has_a_column_for_each_token():
+    config = transformers.MobileBertConfig(
+        **{"vocab_size": 20, "hidden_size": 16, "embedding_size": 6, "num_hidden_layers": 1},
+        **{"intra_bottleneck_size": 8, "intermediate_size": 12, "num_attention_heads": 2},
+    )
+    model = transformers.MobileBertForMaskedLM(config)
+    for example in (None, torch.arange(20).view(2, 10)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # bottlenecks have no role
+            blocks = find_blocks(model, example=example)
+        assert blocks["cls.predictions.dense.weight"] == cut(1, head=(20, 20))
+
+
+def test_a_table_of_attention_biases_is_one_of_positions():
+    config = transformers.LevitConfig(num_labels=2)
+    with torch.device("meta"):
+        model = transformers.LevitForImageClassification(config)
+    blocks = find_blocks(model)
+    tables = [name for name in blocks if name.endswith("attention_biases")]
+    assert tables
+    assert all(blocks[name].roles == ("position",) for name in tables)
 
 
 def test_mamba_has_the_roles_of_attention():
