@@ -98,9 +98,10 @@ class Blocks(NamedTuple):
         return stack, *flattened(shape[1:] if stack > 1 else shape)
 
     def is_table(self, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of `shape` is an embedding or a head with a block per row.
+        """Whether a parameter of `shape` is an embedding or a head with a block per token.
 
-        It has enough rows to tell how its columns vary together.
+        It has enough tokens to tell how its features vary together. Tokens are rows, or columns if
+        the weight is stored input first.
 
         Example:
             >>> Blocks(("embedding",), split=Split(0, (100,), (100,))).is_table((100, 16))
@@ -108,8 +109,10 @@ class Blocks(NamedTuple):
             >>> Blocks(("embedding",), split=Split(0, (8,), (8,))).is_table((8, 16))
             False
         """
-        by_row = len(shape) == 2 and shape[0] == self.num_blocks and shape[0] >= shape[1]
-        return by_row and set(self.roles) <= TABLE_ROLES
+        if len(shape) != 2 or not set(self.roles) <= TABLE_ROLES:
+            return False
+        dim = 0 if self.split is None else self.split.dim
+        return shape[dim] == self.num_blocks and shape[dim] >= shape[1 - dim]
 
 
 def flattened(shape: Sequence[int]) -> tuple[int, int]:

@@ -147,7 +147,7 @@ def new_adamw_state(
 ) -> dict[str, Any]:
     """The state of a parameter before its first step, named as in `torch.optim.AdamW`."""
     if is_whitened(parameter, blocks, group):
-        return new_table_state(parameter, table_probes)
+        return new_table_state(parameter, blocks, table_probes)
     exp_avg = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     if group["second_moment"] == "block":
         dtype = accumulation_dtype(parameter)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockopt.blocks import Blocks
 from blockopt.distributed import Reduced, full, local, local_part, sums_over_ranks
 from blockopt.optim.block_squares import accumulation_dtype
 from blockopt.optim.chunks import in_chunks
@@ -35,9 +36,9 @@ FAST, EXACT = (3.4445, -4.7750, 2.0315), (1.875, -1.25, 0.375)  # a σ + b σ³ 
 EXACT_STEPS = 5  # from [0.7, 1.2] to the rounding of float64
 
 
-def new_table_state(parameter: Tensor, probes: int) -> dict[str, Any]:
+def new_table_state(parameter: Tensor, blocks: Blocks, probes: int) -> dict[str, Any]:
     """The state of a table before its first step, with a sketch of at most so many columns."""
-    rows, columns = parameter.shape
+    rows, columns = tokens_first(parameter, blocks).shape
     probes = min(probes, columns)
     device, dtype = parameter.device, accumulation_dtype(parameter)
     return {
@@ -48,6 +49,11 @@ def new_table_state(parameter: Tensor, probes: int) -> dict[str, Any]:
         "column_sketch": torch.zeros(columns, probes, dtype=dtype, device=device),
         "column_trace": torch.zeros(1, dtype=dtype, device=device),  # DCP drops new scalars
     }
+
+
+def tokens_first(tensor: Tensor, blocks: Blocks) -> Tensor:
+    """A table, or what has its shape, with tokens as rows: a view if it is stored input first."""
+    return tensor.mT if blocks.split is not None and blocks.split.dim == 1 else tensor
 
 
 def table_update(
@@ -76,7 +82,7 @@ def table_update(
         state["step"] += 1
         state["exp_avg_sq"].lerp_(squares.to(state["exp_avg_sq"].dtype), forget)
         state["column_sketch"].lerp_(sketch.view_as(state["column_sketch"]), forget)
-        trace = squares.sum(dim=0, keepdim=True) * entry.parameter.shape[1]
+        trace = squares.sum(dim=0, keepdim=True) * len(state["column_probes"])
         state["column_trace"].lerp_(trace.to(state["column_trace"].dtype), forget)
         _move(entry, group, size)
         put_back(found_inf, changing, kept)
@@ -84,7 +90,8 @@ def table_update(
 
 def _sketch(entry: Entry) -> Reduced:
     """`gᵀ(g Ω)` of the rows that this rank holds, or of all rows if it holds a part of each."""
-    gradient, probes = entry.gradient, entry.state["column_probes"]
+    gradient = tokens_first(entry.gradient, entry.blocks)
+    probes = entry.state["column_probes"]
     cut = local(gradient).shape[1] != gradient.shape[1]
     rows = full(gradient) if cut else local(gradient)
     total = torch.zeros_like(probes)
@@ -135,9 +142,10 @@ def root_and_inverse(matrix: Tensor, smallest: float, largest: float) -> tuple[T
 
 def _move(entry: Entry, group: dict[str, Any], size: float) -> None:
     """Update the momentum, and subtract it, whitened, from the weights."""
-    parameter, state, (beta1, beta2) = entry.parameter, entry.state, group["betas"]
+    state, (beta1, beta2) = entry.state, group["betas"]
     gradient = -entry.gradient if group["maximize"] else entry.gradient
     momentum = state["exp_avg"].lerp_(gradient.to(state["exp_avg"].dtype), 1 - beta1)
+    parameter, momentum = (tokens_first(x, entry.blocks) for x in (entry.parameter, momentum))
     step = state["step"].to(state["exp_avg_sq"].dtype)
     root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
     length = group["lr"] * size / (1 - beta1**step)

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
@@ -67,6 +68,29 @@ def one_sharded_equals_whole(name):
             rtol=tolerance,
             atol=tolerance,
             msg=lambda t, n=n: f"{name}, {n}: {t}",
+        )
+
+
+def tables_stored_input_first_equal_whole(rank):
+    """A head with a column for each token, cut along features and along tokens."""
+    mesh = init_device_mesh("cpu", (2,))
+    split = blockopt.Split(1, (19,), (19,))
+    blocks = {"unembed": blockopt.Blocks(("head",), None, split)}
+    start = torch.randn(6, 19, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for name, dim in itertools.product(("muon", "adamw-block"), (0, 1)):
+        models = [torch.nn.Module(), torch.nn.Module()]
+        models[0].unembed = torch.nn.Parameter(start.clone())
+        models[1].unembed = torch.nn.Parameter(distribute_tensor(start, mesh, [Shard(dim)]))
+        optimizers = [OPTIMIZERS[name](blockopt.param_groups(m, blocks)) for m in models]
+        for step in range(STEPS):
+            gradients = random_gradients(models[0], step)
+            set_gradients(models[0], gradients)
+            sharded_gradients(models[1], gradients)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert "column_sketch" in optimizers[1].state[models[1].unembed]
+        torch.testing.assert_close(
+            whole(models[1].unembed).detach(), models[0].unembed.detach(), rtol=1e-10, atol=1e-10
         )
 
 
@@ -152,6 +176,7 @@ def one_replicated(rank, name):
 def test_two_ranks_train_as_one():
     run_on_two_ranks(
         sharded_equals_whole,
+        tables_stored_input_first_equal_whole,
         sharded_checkpoint_resumes_exactly,
         all_refuse_a_nonfinite_gradient,
         replicated_equals_accumulated,

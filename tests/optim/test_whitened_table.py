@@ -85,6 +85,34 @@ def test_each_row_has_its_own_scale():
     torch.testing.assert_close(train(model, optimizer, given), expected, rtol=0, atol=1e-7)
 
 
+class InputFirst(torch.nn.Module):
+    """The same table, stored with a column for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.unembed = torch.nn.Parameter(Table().embedding.weight.detach().mT.contiguous())
+
+
+@pytest.mark.parametrize("second_moment", ["whitened", "block"])
+@pytest.mark.parametrize("kind", [blockopt.BlockMuon, blockopt.BlockAdamW])
+def test_the_step_does_not_depend_on_how_a_table_is_stored(kind, second_moment):
+    by_row, by_column, scale = Table(), InputFirst(), torch.rand(ROWS) + 0.5
+    split = blockopt.Split(1, (ROWS,), (ROWS,))
+    blocks = {"unembed": blockopt.Blocks(("embedding",), None, split)}
+    options = {"lr": 0.1, "second_moment": second_moment}
+    one = kind(blockopt.param_groups(by_row, weight_decay=0.1), **options)
+    other = kind(blockopt.param_groups(by_column, blocks, weight_decay=0.1), **options)
+    other.param_groups[0]["weight_decay"] = 0.1  # parameters beside layers do not decay by default
+    one.set_block_scales({"embedding.weight": scale})
+    other.set_block_scales({"unembed": scale})
+    for gradient in gradients(5):
+        by_row.embedding.weight.grad = gradient.clone()
+        by_column.unembed.grad = gradient.mT.contiguous()
+        one.step()
+        other.step()
+    torch.testing.assert_close(by_column.unembed.mT, by_row.embedding.weight, rtol=1e-12, atol=0)
+
+
 def test_fewer_probes_than_columns(monkeypatch):
     monkeypatch.setattr(muon, "TABLE_PROBES", 2)
     model = Table()
