@@ -16,6 +16,7 @@ from blockopt.measure.closures import (
     Losses,
     block_dots,
     block_zeros,
+    check_reached,
     default_generator,
     gradients_of_all_ranks,
     mean_curvature,
@@ -83,6 +84,7 @@ def gauss_newton(
                     [*samples, torch.zeros_like(loss)],
                     retain_graph=probe + 1 < num_probes,
                 )
+            check_reached(p.grad for p in parameters.values())
             gradients = gradients_of_all_ranks(parameters, curvature.share)
             for name, g in gradients.items():
                 traces[name] += block_dots(g, g, blocks[name]) / num_probes

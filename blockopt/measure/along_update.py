@@ -35,6 +35,7 @@ from blockopt.measure.closures import (
     average_over_batches,
     block_dots,
     block_zeros,
+    check_reached,
     refuse_sharded,
     trainable_parameters,
 )
@@ -159,6 +160,7 @@ def _secant(
         loss = evaluation()
         with pass_together(model):
             loss.backward()
+        check_reached(p.grad for p in parameters.values())
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else placed_like(p.grad.detach(), p)
             for n, p in parameters.items()

@@ -67,7 +67,9 @@ def checked_loss(result: Any) -> tuple[Tensor, float | None]:
     is_pair = isinstance(result, tuple) and len(result) == 2
     loss, tokens = result if is_pair else (result, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = repr(loss)
+        # A whole output of a model would print all of its tensors.
+        plain = loss is None or isinstance(loss, (int, float, str))
+        what = repr(loss) if plain else f"an object of type {type(loss).__name__}"
         if isinstance(loss, Tensor):
             what = f"a tensor of shape {tuple(loss.shape)}"
             what += "" if loss.requires_grad else ", which requires no gradient"
@@ -85,6 +87,18 @@ def checked_loss(result: Any) -> tuple[Tensor, float | None]:
             f"The loss closure returned {loss.item()}. Curvature needs a finite loss."
         )
     return loss, None if tokens is None else float(tokens)
+
+
+def check_reached(gradients: Iterable[Tensor | None]) -> None:
+    """Raise `ValueError` if a loss has no gradient for any parameter: then it is not the model's.
+
+    Its curvature would be zero everywhere, which looks like one that is nowhere positive.
+    """
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "The loss depends on no trainable parameter of the model. Is it that of another model, "
+            "such as a copy?"
+        )
 
 
 def agreed(closure: LossClosure, model: nn.Module) -> LossClosure:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from blockopt.measure.closures import check_reached
+
 Vectors = Mapping[str, Tensor]
 Product = Callable[[Vectors], Vectors]
 
@@ -29,12 +31,19 @@ def hessian_products(
     """Return the gradient, and `v ↦ H v` for vectors of some or all of the parameters.
 
     A product is that of the diagonal block of the parameters that its vector has.
+
+    Raises:
+        ValueError: If the loss depends on none of the parameters.
     """
     with twice_differentiable():
         found = torch.autograd.grad(
-            evaluation(), list(parameters.values()), create_graph=True, materialize_grads=True
+            evaluation(), list(parameters.values()), create_graph=True, allow_unused=True
         )
-    gradients = dict(zip(parameters, found))
+    check_reached(found)
+    gradients = {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(parameters.items(), found)
+    }
 
     def times(vectors: Vectors) -> Vectors:
         pairs = [

@@ -141,6 +141,7 @@ def test_one_block_that_is_not_finite_is_a_failure():
         ("newton", lambda model: (torch.ones(2, 3), None), TypeError, "take the second"),
         ("newton", lambda model: token_loss(model).item(), TypeError, r"returned \d"),
         ("newton", lambda model: token_loss(model).detach(), TypeError, "requires no gradient"),
+        ("newton", lambda model: {"loss": token_loss(model)}, TypeError, "an object of type dict"),
         ("newton", lambda model: _raise(ValueError("a bug")), ValueError, "^a bug$"),
         ("newton", lambda model: _raise(FloatingPointError("mine")), FloatingPointError, "mine"),
     ],
@@ -152,6 +153,19 @@ def test_errors_that_will_not_pass_are_raised_at_once(curvature, closure, error,
         block_lr.step(lambda: closure(model))
     assert block_lr.failures == 0
     assert all(p.grad is not None for p in model.parameters())
+
+
+LOOKS_AT_A_LOSS = [name for name, estimator in ESTIMATORS.items() if estimator.needs_loss]
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_A_LOSS)
+def test_the_loss_of_a_copy_is_no_curvature_that_is_nowhere_positive(name):
+    model, optimizer, block_lr = attached(name, every=1)
+    copy = tiny_gpt()
+    take_step(model, optimizer)
+    with pytest.raises(ValueError, match="depends on no trainable parameter of the model"):
+        block_lr.step(lambda: token_loss(copy))
+    assert block_lr.failures == 0
 
 
 def test_a_function_of_ones_own_must_give_one_value_a_block():

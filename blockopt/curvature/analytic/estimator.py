@@ -44,6 +44,7 @@ from blockopt.measure.closures import (
     averaged_over_ranks,
     block_dots,
     block_zeros,
+    check_reached,
     default_generator,
     mean_curvature,
     refuse_sharded,
@@ -173,6 +174,7 @@ def _add_outer(
         gradients = torch.autograd.grad(
             curvature.predictions, inputs, probe, retain_graph=True, allow_unused=True
         )
+        check_reached(gradients)
         by_name = layer_gradients(layers, gradients[: len(layers)])
         found: Curvature = {}
         if top is not None and gradients[-1] is not None:
