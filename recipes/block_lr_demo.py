@@ -10,6 +10,7 @@ as `block_lr.csv`.
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import blockopt
 from recipes.common.errors import one_line_errors
+from recipes.common.files import output_folder
 from recipes.common.flags import script_parser
 from recipes.common.gpt2 import GPT2, GPT2Config
 from recipes.common.schedules import schedule
@@ -41,11 +43,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and curvature")
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder to write to")
     options = parser.parse_args()
-    if options.steps < 1 or options.every < 1 or options.lr <= 0:
-        parser.error("Must be --steps >= 1, --every >= 1 and --lr > 0.")
+    if options.steps < 1 or options.every < 1 or not 0 < options.lr < math.inf:
+        parser.error("Must be --steps >= 1, --every >= 1, and --lr > 0 and finite.")
 
     torch.manual_seed(options.seed)
     with one_line_errors():
+        output_folder(options.output)
         data = load_data("stdlib", tokenizer="bytes")
     shape = {"batch_size": BATCH_SIZE, "context": CONFIG.context}
     training = data.batches("train", seed=options.seed, **shape)
@@ -75,7 +78,6 @@ def main() -> None:
     console.print(f"loss on held-out files after {options.steps} steps: {held_out:.3f}")
     console.print(f"{len(block_lr.history)} refreshes; scales after the last:")
     console.print(str(block_lr.last_scales))
-    options.output.mkdir(parents=True, exist_ok=True)
     block_lr.history.plot(options.output / "block_lr.png")
     block_lr.history.to_csv(options.output / "block_lr.csv")
     console.print(f"Wrote {options.output / 'block_lr.png'} and {options.output / 'block_lr.csv'}")

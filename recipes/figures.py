@@ -27,6 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from blockopt.files import write_whole
+from recipes.common.errors import one_line_errors
+from recipes.common.files import output_folder
 from recipes.common.flags import script_parser
 from recipes.paper_figures import (
     block_spectra,
@@ -123,7 +125,8 @@ def main() -> None:
     if arguments.repeats is not None and arguments.repeats < 1:
         parser.error(f"Invalid --repeats {arguments.repeats}. Must be an integer >= 1.")
     effort = replace(EFFORTS[mode], repeats=arguments.repeats or EFFORTS[mode].repeats)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    with one_line_errors():
+        output_folder(arguments.out)
     console = Console(width=None if sys.stdout.isatty() else 128)
     names = list(FIGURES) if arguments.figure == "all" else [arguments.figure]
     kept = None if arguments.keep is None else KeptNorms(arguments.keep)

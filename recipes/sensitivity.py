@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from blockopt.checks import check_count
 from blockopt.files import write_whole
 from recipes.common.checkpoints import run_lock
 from recipes.common.errors import UsageError, one_line_errors
@@ -41,12 +42,18 @@ from recipes.data.token_data import add_cache_argument
 
 def main() -> None:
     """Run all cases that are not finished yet, print the table, write the data and the picture."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
     console = Console()
+    try:
+        check_count("workers", options.workers)
+        study = chosen_study(options)
+    except ValueError as error:
+        parser.error(str(error))
     with one_line_errors():
         if options.signals and options.by != "role":
             raise UsageError("--signals is about roles: leave out --by, or --signals.")
-        study = chosen_study(options)
+        study = replace(study.prepared(options.cache), evaluation=64)
         groups = role_scales.groups_by(options.by, study.model.depth)
         finals = run_all(study, options, groups, console)
     rows = [
@@ -97,9 +104,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def chosen_study(options: argparse.Namespace) -> Study:
-    """Return the protocol that the flags ask for."""
+    """Return the protocol that the flags ask for.
+
+    Raises:
+        ValueError: If a flag is out of range.
+    """
     model = PRESETS[options.size]
-    study = Study(
+    return Study(
         options.size,
         tuple(options.optimizers),
         model,
@@ -112,7 +123,6 @@ def chosen_study(options: argparse.Namespace) -> Study:
         length_seeds=1,
         baseline=options.optimizers[0],
     )
-    return replace(study.prepared(options.cache), evaluation=64)
 
 
 def run_all(

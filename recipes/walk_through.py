@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from recipes.common.errors import UsageError, one_line_errors
+from recipes.common.files import output_folder
 from recipes.common.flags import script_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,8 +49,7 @@ def main() -> None:
     with one_line_errors():
         if options.model is not None and options.text is None:
             raise UsageError("--model needs --text: a file of text to measure the loss on.")
-        out = options.out.resolve()
-        out.mkdir(parents=True, exist_ok=True)
+        out = output_folder(options.out.resolve())
         model, words = options.model, options.text
         if words is None:
             words = out / "text.txt"

@@ -59,6 +59,34 @@ def test_block_lr_prints_the_scales_and_draws_them(tmp_path):
     assert {row.split(",")[0] for row in rows[1:]} == {"1", "6", "11"}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["figures", "--figure", "1", "--tiny", "--out", "FILE"],
+        ["walk_through", "--out", "FILE"],
+        ["block_lr_demo", "--output", "FILE"],
+        ["block_lr_demo", "--lr", "nan"],
+        ["sensitivity", "--seeds", "0"],
+        ["sensitivity", "--workers", "0"],
+    ],
+    ids=" ".join,
+)
+def test_mistakes_of_a_user_are_one_line(arguments, tmp_path, monkeypatch, capsys):
+    script, *flags = arguments
+    file = tmp_path / "file"
+    file.touch()
+    path = ROOT / "recipes" / f"{script}.py"
+    monkeypatch.setattr(
+        sys, "argv", [str(path), *(str(file) if word == "FILE" else word for word in flags)]
+    )
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in last
+    assert str(file) in last or "FILE" not in flags
+
+
 def test_bad_arguments_are_refused():
     done = run("recipes/block_lr_demo.py", "--curvature", "guess")
     assert done.returncode == 2

@@ -118,6 +118,5 @@ def _config(transformers: Any, entries: dict[str, Any], overrides: Mapping[str, 
     try:
         return transformers.AutoConfig.for_model(kind, **entries)
     except Exception as error:  # of many kinds, from its own checks or from dividing by a size of 0
-        raise UserError(
-            f"transformers refuses this config of {kind}: {str(error).splitlines()[0][:300]}"
-        ) from None
+        reason = " ".join(str(error).split())[:300]  # some have the reason in their second line
+        raise UserError(f"transformers refuses this config of {kind}: {reason}") from None

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from blockopt.checks import check_count
 from blockopt.files import whole_file, write_whole
 from recipes.common.errors import UserError
-from recipes.common.files import sha256
+from recipes.common.files import output_folder, sha256
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -157,8 +157,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         RunIsLockedError: If another process holds it.
+        DiskError: If nothing can be written to it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder(folder)
     lock, holder = FileLock(folder / "run.lock"), folder / "run.holder"
     try:
         lock.acquire(timeout=0)

@@ -1,12 +1,15 @@
-"""Folders that are there as a whole or not at all, as `blockopt.files` has it, and checksums."""
+"""Folders to write to, those that are there as a whole or not at all, and checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from recipes.common.errors import DiskError
 
 
 def sha256(path: Path) -> str:
@@ -21,6 +24,22 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def output_folder(folder: Path) -> Path:
+    """Make the folder that a script writes to, before it works for hours.
+
+    Raises:
+        DiskError: If it cannot be made, or nothing can be written to it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise DiskError(
+            f"Cannot write to the folder {folder}: {error.strerror}. Choose another one."
+        ) from error
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from recipes.common.checkpoints import (
     load_checkpoint,
     run_lock,
 )
+from recipes.common.errors import DiskError
 from tests.helpers import ROOT
 
 
@@ -231,3 +232,10 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
 def test_bad_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    wrong = pytest.raises(DiskError, match=r"Cannot write to the folder .*file: File exists")
+    with wrong, run_lock(tmp_path / "file"):
+        pass
