@@ -18,7 +18,7 @@ from recipes.common.files import output_folder
 from recipes.common.flags import script_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-# A GPT-2 of 0.03M parameters with two layers of two heads, on bytes: about a minute
+# A GPT-2 of 0.04M parameters with two layers of two heads, on bytes: about a minute
 TINY = ("--width", "32", "--depth", "2", "--heads", "2", "--context", "64", "--tokenizer", "bytes")
 
 
