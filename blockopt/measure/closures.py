@@ -94,7 +94,8 @@ def check_reached(gradients: Iterable[Tensor | None]) -> None:
 
     Its curvature would be zero everywhere, which looks like one that is nowhere positive.
     """
-    if all(gradient is None for gradient in gradients):
+    found = [gradient is not None for gradient in gradients]
+    if found and not any(found):
         raise ValueError(
             "The loss depends on no trainable parameter of the model. Is it that of another model, "
             "such as a copy?"
