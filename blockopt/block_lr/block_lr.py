@@ -33,7 +33,13 @@ from blockopt.block_lr.wrappers import unwrapped
 from blockopt.blocks import Blocks, Level, block_groups, by_name
 from blockopt.checks import check_choice, check_count
 from blockopt.curvature import ESTIMATORS, Request, SlopesAlongUpdates
-from blockopt.distributed import is_sharded, mean_over_ranks, together
+from blockopt.distributed import (
+    compute_device,
+    is_same_everywhere,
+    is_sharded,
+    mean_over_ranks,
+    together,
+)
 from blockopt.errors import NonFiniteError, may_pass
 from blockopt.measure.closures import Losses, agreed
 from blockopt.no_trace import preserved_state
@@ -264,8 +270,9 @@ class BlockLR:
         blocks = self._hooks.blocks()
         try:
             with together():  # a failure on one rank is a failure on all, and none waits
+                self._refuse_other_parameters(blocks)
                 values = flat_curvature(self._measure(losses, blocks), blocks)
-            values = mean_over_ranks(values, next(self._model.parameters()).device)
+            values = mean_over_ranks(values, compute_device(next(self._model.parameters())))
             if not bool(torch.isfinite(values).all()):
                 raise NonFiniteError("The curvature of some blocks is not finite.")
             curvature = by_name(values, blocks)
@@ -292,6 +299,17 @@ class BlockLR:
         self.history.append(
             Refresh.of(self.num_steps, curvature, self._log_scales, blocks, numel, self._options.by)
         )
+
+    def _refuse_other_parameters(self, blocks: Mapping[str, Blocks]) -> None:
+        """Raise `ValueError` if ranks train different parameters: they would be mixed up."""
+        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        if not is_same_everywhere(str([(n, shapes[n], b.num_blocks) for n, b in blocks.items()])):
+            raise ValueError(
+                f"Ranks train different parameters, this one {len(blocks)}, such as "
+                f"{next(iter(blocks))!r}. BlockLR averages over all ranks, so all must train the "
+                "same ones, replicated or as DTensors. Stages of a pipeline, and experts that only "
+                "one rank has, train without BlockLR."
+            )
 
     def _measure(self, losses: Losses | None, blocks: Mapping[str, Blocks]) -> Mapping[str, Tensor]:
         model = self._model

@@ -3,6 +3,7 @@
 from blockopt.distributed.agreement import (
     are_together,
     forward_together,
+    is_same_everywhere,
     meet,
     pass_together,
     together,
@@ -17,6 +18,7 @@ from blockopt.distributed.ranks import (
 )
 from blockopt.distributed.shards import (
     Reduced,
+    compute_device,
     full,
     is_sharded,
     local,
@@ -31,8 +33,10 @@ __all__ = [
     "Reduced",
     "are_together",
     "average_gradients",
+    "compute_device",
     "forward_together",
     "full",
+    "is_same_everywhere",
     "is_sharded",
     "local",
     "local_part",

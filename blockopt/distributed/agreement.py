@@ -10,6 +10,7 @@ work with an error that cannot be survived.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,6 +104,11 @@ def union_over_ranks(names: set[str]) -> set[str]:
     everyone: list[Any] = [None] * num_ranks()
     dist.all_gather_object(everyone, names)
     return set().union(*everyone)
+
+
+def is_same_everywhere(text: str) -> bool:
+    """Whether all ranks that do the present work together pass the same text."""
+    return len(union_over_ranks({str(zlib.crc32(text.encode()))})) == 1
 
 
 def _meet(meeting: _Meeting, where: str, error: Exception | None) -> None:

@@ -46,6 +46,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where ranks compute and exchange, also if offload keeps a sharded parameter on the CPU."""
+    if is_sharded(parameter):
+        return torch.device(parameter.device_mesh.device_type)  # type: ignore[attr-defined]
+    return parameter.device
+
+
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The gradient in the layout of its parameter.
 

@@ -13,6 +13,7 @@ from blockopt.distributed import (
     Reduced,
     are_together,
     average_gradients,
+    compute_device,
     forward_together,
     is_sharded,
     local,
@@ -145,7 +146,7 @@ def average_over_batches(
             return average_over_batches(model, losses, measure)
     total: dict[Key, Tensor] = {}
     weights: list[float | None] = []
-    device = next(model.parameters()).device.type
+    device = compute_device(next(model.parameters())).type
     # The caller's autocast is for the forward pass only.
     autocast = torch.autocast(
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -183,7 +184,7 @@ def _average_over_ranks(
     meet("a sum over batches")
     numbers = torch.tensor([weight, with_tokens], dtype=torch.float64)
     flat = [value.flatten().to("cpu", torch.float64) for value in total.values()]
-    device = next(model.parameters()).device
+    device = compute_device(next(model.parameters()))
     *means, numbers = mean_over_ranks(torch.cat([*flat, numbers]), device).split(
         [*map(len, flat), 2]
     )

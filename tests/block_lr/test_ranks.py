@@ -7,12 +7,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 import blockopt
 from blockopt.block_lr import BlockLR
 from blockopt.block_lr.scales import block_scales
+from blockopt.distributed import compute_device
 from tests.helpers.block_lr import BUILD
 from tests.helpers.optimizers import assert_same_weights, tiny_gpt, token_loss
 from tests.helpers.ranks import assert_equal_on_ranks, run_on_two_ranks, shard, whole
@@ -177,5 +180,35 @@ def sharded(rank):
     one_rank_fails(rank, shard, ["secant"])
 
 
+def different_parameters_are_refused(rank):
+    """Stages of a pipeline: averages over ranks would mix up their layers, in silence."""
+    for curvature in ("newton", "gradient", "power_law"):
+        model = tiny_gpt()
+        stage = torch.nn.ModuleDict({f"stage{rank}": model})
+        optimizer = BUILD["block"](stage)
+        block_lr = BlockLR(optimizer, stage, curvature=curvature, every=1)
+        token_loss(model).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=rf"different parameters, .*'stage{rank}\..*pipeline"):
+            block_lr.step(lambda model=model: token_loss(model))
+
+
+def offloaded_shards_are_exchanged_from_the_mesh(rank):
+    """Ranks with accelerators may have no way to exchange what lies on the CPU."""
+    mesh = DeviceMesh("meta", [0, 1], _init_backend=False)
+    meta = TensorMeta(torch.Size([4]), (1,), torch.float32)
+    offloaded = DTensor(  # as FSDP2 makes it
+        torch.ones(2), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False
+    )
+    assert offloaded.device.type == "cpu"
+    assert compute_device(offloaded).type == "meta"
+    assert compute_device(torch.ones(2)).type == "cpu"
+
+
 def test_two_ranks_scale_alike():
-    run_on_two_ranks(replicated, sharded)
+    run_on_two_ranks(
+        replicated,
+        sharded,
+        different_parameters_are_refused,
+        offloaded_shards_are_exchanged_from_the_mesh,
+    )
