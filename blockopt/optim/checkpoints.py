@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from blockopt.blocks import Blocks
+from blockopt.distributed import is_sharded
 from blockopt.optim.groups import blocks_of, names_of
 
 Groups = list[dict[str, Any]]
+PLACED_LIKE_PARAMETER = ("exp_avg", "momentum_buffer")
 NewState = Callable[[Tensor, Blocks, dict[str, Any]], dict[str, Any]]
 
 
@@ -58,6 +60,14 @@ def check_checkpoint(
                     raise ValueError(
                         f"The checkpoint's {key!r} of {name!r} has shape {tuple(value.shape)}. "
                         f"Must be {tuple(expected[key].shape)} for the options it was saved with."
+                    )
+                if key in PLACED_LIKE_PARAMETER and is_sharded(value) != is_sharded(parameter):
+                    kinds = ["a DTensor" if is_sharded(t) else "plain" for t in (value, parameter)]
+                    raise ValueError(
+                        f"The checkpoint's {key!r} of {name!r} is {kinds[0]}, and the parameter is "
+                        f"{kinds[1]}. Save and load with get_optimizer_state_dict and "
+                        "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, with "
+                        "StateDictOptions(full_state_dict=True) for whole tensors."
                     )
 
 

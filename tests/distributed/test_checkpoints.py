@@ -81,8 +81,27 @@ def second_moments_of_another_kind(rank):
                 set_optimizer_state_dict(new.model, other, saved, options=options)
 
 
+def plain_and_sharded_states_are_told_apart(rank):
+    """Without the functions of DCP: refused on loading, before a step could mix the two."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name in OPTIMIZERS:
+        whole, sharded = parallel_models.whole(), parallel_models.fsdp(mesh)
+        pair = [(parallel, KINDS[name](parallel.model)) for parallel in (whole, sharded)]
+        for parallel, optimizer in pair:
+            train(parallel, optimizer, range(1))
+        (_, one), (_, other) = pair
+        with pytest.raises(ValueError, match=r"is plain, and .* a DTensor.*set_optimizer_state"):
+            other.load_state_dict(one.state_dict())
+        with pytest.raises(ValueError, match=r"is a DTensor, and .* plain.*set_optimizer_state"):
+            one.load_state_dict(other.state_dict())
+
+
 def test_two_ranks_load_what_another_optimizer_saved():
-    run_on_two_ranks(adamw_of_torch_and_ours, second_moments_of_another_kind)
+    run_on_two_ranks(
+        adamw_of_torch_and_ours,
+        second_moments_of_another_kind,
+        plain_and_sharded_states_are_told_apart,
+    )
 
 
 @cache  # each mesh has groups of its own, whose threads never rest
