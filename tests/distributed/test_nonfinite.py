@@ -126,6 +126,33 @@ def scaled_losses_overflow_together(rank):
             assert_equal_on_ranks(whole(p.detach()))
 
 
+def block_learning_rates_do_not_see_scaled_losses(rank):
+    """With torch's scaler, and an overflow between two refreshes, as without both."""
+    mesh = init_device_mesh("cpu", (2,))
+    for build, kind in itertools.product((None, mesh), ("adamw", "sgd", "muon")):
+        found = []
+        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+            parallel = parallel_models.fsdp(build) if build else parallel_models.replicated()
+            optimizer = OPTIMIZERS[kind](blockopt.param_groups(parallel.model), nonfinite="skip")
+            block_lr = blockopt.BlockLR(optimizer, parallel.model, every=1)
+            for step in (0, 2) if scaler is None else (0, 1, 2):
+                optimizer.zero_grad()
+                loss = parallel.loss(step) * (float("inf") if step == 1 and rank == 1 else 1)
+                if scaler is None:
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                block_lr.step(lambda: parallel.loss(step))  # noqa: B023
+            assert block_lr.num_steps == len(block_lr.history) == 2
+            found.append(torch.cat([s.log() for s in optimizer.block_scales().values()]))
+            assert_equal_on_ranks(found[-1])
+        assert found[0].abs().max() > 1e-3
+        torch.testing.assert_close(*found, rtol=0, atol=1e-6, msg=f"{kind}, {build}")
+
+
 def missing_gradients_are_refused_together(rank):
     """One that rank 1 has taken away: both say so, change nothing, and can go on with zeros."""
     mesh = init_device_mesh("cpu", (2,))
@@ -199,6 +226,7 @@ def test_two_ranks_decide_alike():
         ranks_that_divide_the_work_stop_together,
         accelerators_hear_of_missing_gradients_too,
         scaled_losses_overflow_together,
+        block_learning_rates_do_not_see_scaled_losses,
         replicas_skip_together,
         replicas_forget_a_skipped_step_alike,
         a_rank_without_gradients_takes_part,
