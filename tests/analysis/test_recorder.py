@@ -75,7 +75,7 @@ def test_blocks_that_the_measurement_was_given():
     recorder.step(0)
     (block,) = recorder.records[0]["blocks"]
     assert block["role"] == "other"
-    norm = float(model.transformer.wpe.weight.norm())
+    norm = float(model.transformer.wpe.weight.detach().norm())
     assert block["weight_norm"] == pytest.approx(norm)
     with pytest.raises(ValueError, match=r"they have no 'transformer\.wpe\.weight other', which"):
         HessianRecorder(model, losses, [0], measure=given).step(0)
