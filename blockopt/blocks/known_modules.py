@@ -89,7 +89,9 @@ GATE_AND_INPUT = (
 GATE_FIRST_NAMES = ("gate_up_proj", "Wi", "wi", "weights_in", "input_linear", "w12", "gate_up")
 GATE_FIRST_TYPES = ("MoshiGatingMLP", "KyutaiSpeechToTextGatingMLP")
 INPUT_FIRST_TYPES = (
-    *("Phi4MultimodalAudioMLP", "MoonshineDecoderMLP", "MoonshineStreamingDecoderMLP"),
+    "Phi4MultimodalAudioMLP",
+    "MoonshineDecoderMLP",
+    "MoonshineStreamingDecoderMLP",
 )
 GATE_WORDS_OF_MLP = {"gate", "gating", "glu", "receptance", "g", "wg"}
 OUT_WORDS_OF_MLP = {"down", "out", "output", "wo", "o"}

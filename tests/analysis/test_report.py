@@ -2,6 +2,7 @@
 
 import json
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -289,7 +290,6 @@ def test_rounding_is_measured_against_float64_and_leaves_the_weights_alone():
 
 
 def test_results_are_shown_as_tables_frames_json_and_plots():
-    pandas = pytest.importorskip("pandas")
     model, ids = small_model()
     losses = next_token_losses(model, ids, 8)
     probes = Probes(num_probes=2, num_steps=3, num_starts=1)

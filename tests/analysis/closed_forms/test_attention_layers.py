@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt.analysis import (
@@ -16,7 +17,6 @@ from blockopt.analysis import (
 )
 from tests.helpers.attention_reference import assert_close, flat, hessian, sizes_of, unflat
 
-transformers = pytest.importorskip("transformers")
 WIDTH, LENGTH, BATCH = 12, 5, 2
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}

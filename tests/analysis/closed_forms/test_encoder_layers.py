@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+import transformers
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockopt.analysis import RotaryPositions, SquaredError, attention_hessian
 from tests.helpers.attention_reference import assert_close, hessian
 
-transformers = pytest.importorskip("transformers")
 WIDTH, HEADS, LENGTH, BATCH = 6, 3, 5, 2
 USUAL = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2,
          "intermediate_size": 4}  # fmt: skip

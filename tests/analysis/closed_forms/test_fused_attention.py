@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,7 +20,6 @@ from blockopt.analysis import (
 from recipes.common.gpt2 import GPT2, GPT2Config
 from tests.helpers.attention_reference import assert_close, hessian
 
-transformers = pytest.importorskip("transformers")
 WIDTH, HEADS, LENGTH, BATCH, CLASSES = 8, 2, 4, 2, 7
 SIZES = {"vocab_size": CLASSES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2_SIZES = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": 2, "n_positions": 8}

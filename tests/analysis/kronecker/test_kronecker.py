@@ -5,6 +5,7 @@ import math
 import warnings
 from functools import partial
 
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,7 +284,6 @@ def test_nearest_error_is_below_that_of_many_products():
 
 
 def test_the_result_is_a_table_json_html_and_a_plot():
-    pandas = pytest.importorskip("pandas")
     model, (x, y) = gpt2(width=4, depth=1), tokens(3, 4)
     report = kronecker_report(model, partial(every_position, model, x, y), top=2)
     rows = report.rows()
